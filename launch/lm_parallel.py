@@ -1,0 +1,141 @@
+"""Where the ranks of `train_lm.py` run, and how its model is spread over them.
+
+One place for everything that differs between a laptop and a cluster: the process group, the wrapper (`--wrap`), the
+number format (`--precision`) and the gradient scaler that goes with both. The training loop sees a module, two context
+managers and maybe a scaler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPS = ("none", "ddp", "fsdp1", "fsdp2", "hsdp")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Place]:
+    """Join torchrun's other ranks (NCCL on CUDA, gloo on CPU), or be a run of one process when started by hand.
+
+    A process group that exists already is used, and left alone at the end.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    ours = "RANK" in os.environ and not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    try:
+        if dist.is_initialized():
+            yield Place(dist.get_rank(), dist.get_world_size(), device)
+        else:
+            yield Place(0, 1, device)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def wrap(
+    model: nn.Module, parts: type[nn.Module], kind: str, precision: str, replicate: int, place: Place
+) -> nn.Module:
+    """Spread the model over the ranks; FSDP gathers the modules of class `parts` one by one.
+
+    Raises:
+        SystemExit: this wrapper cannot be had here; says what to do.
+    """
+    model.to(place.device)
+    if kind == "none":
+        if place.world_size > 1:
+            raise SystemExit(
+                "train_lm: --wrap none is for a single process; with torchrun use ddp, fsdp1, fsdp2 or hsdp"
+            )
+        return model
+    if not dist.is_initialized():
+        raise SystemExit(
+            f"train_lm: --wrap {kind} needs ranks: start with torchrun --nproc-per-node 2 {os.path.basename(__file__)}"
+        )
+    dtype = DTYPES[precision]
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({parts}),
+            mixed_precision=None
+            if precision == "fp32"
+            else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
+            device_id=place.device,
+            use_orig_params=True,
+        )
+    policy = MixedPrecisionPolicy() if precision == "fp32" else MixedPrecisionPolicy(dtype, torch.float32)
+    mesh = hsdp_mesh(replicate, place) if kind == "hsdp" else init_device_mesh(place.device.type, (place.world_size,))
+    for module in model.modules():
+        if isinstance(module, parts):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def hsdp_mesh(replicate: int, place: Place) -> DeviceMesh:
+    """`replicate` copies of the model, each sharded over the rest of the ranks."""
+    if place.world_size % replicate:
+        raise SystemExit(f"train_lm: --replicate {replicate} does not divide the {place.world_size} ranks")
+    shape = (replicate, place.world_size // replicate)
+    return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def computing(kind: str, precision: str, place: Place) -> contextlib.AbstractContextManager[object]:
+    """Around forward: autocast where the wrapper does not choose the number format itself (FSDP does)."""
+    if precision == "fp32" or kind not in ("none", "ddp"):
+        return contextlib.nullcontext()
+    return torch.autocast(place.device.type, DTYPES[precision])
+
+
+def make_scaler(kind: str, precision: str, place: Place) -> torch.amp.GradScaler | None:
+    """fp16 gradients underflow unless the loss is scaled up first; the other formats have the range."""
+    if precision != "fp16":
+        return None
+    if kind == "fsdp1":
+        return ShardedGradScaler(place.device.type)
+    return torch.amp.GradScaler(place.device.type)
+
+
+@contextlib.contextmanager
+def synchronising(model: nn.Module, last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch: ranks exchange gradients only in the last of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        yield
+    elif isinstance(model, DistributedDataParallel | FullyShardedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    else:
+        yield
