@@ -1,0 +1,155 @@
+"""Where a rank's steps go: `auto_sink` reads the environment once and gives the clipper one sink, or None.
+
+    sink = auto_sink()
+    if sink is not None:
+        sink.open(info)
+        sink.record(record)
+
+Three sinks exist, and any of them can be on at once: the spool file that becomes metrics (`DISTCLIP_SPOOL`, set by the
+agent), the event log (`DISTCLIP_EVENTS`) and the step log (`DISTCLIP_STEP_LOG`). One that fails is dropped with one
+warning on the logger "distclip.telemetry"; training goes on.
+
+All clippers of a process share its one spool file: their counters add up, gauges show the latest step of any of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from distclip.telemetry.events import JsonLog
+from distclip.telemetry.layout import INDEX
+from distclip.telemetry.record import RunInfo, Sink, StepRecord
+from distclip.telemetry.settings import named_run_id, read_settings
+from distclip.telemetry.spool import SpoolWriter
+from distclip.telemetry.tally import Streaks, Tally
+
+logger = logging.getLogger("distclip.telemetry")
+
+
+class RankSpool:
+    """The one spool file of this process in one folder, and the counters in it.
+
+    Safe to use from several threads. In a forked child (a data loader's worker) every call does nothing: the file is
+    the parent's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._tally = Tally()
+        self._writer: SpoolWriter | None = None
+
+    def describe(self, info: RunInfo) -> None:
+        """Make the file, or say anew who this rank is. Raises `OSError` where the file cannot be made."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._tally.norm_type = info.norm_type
+            if self._writer is None:
+                self._writer = SpoolWriter(self._folder, info)
+            else:
+                self._writer.describe(info)
+
+    def update(self, change: Callable[[Tally], None]) -> None:
+        """Change the counters and publish them."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            change(self._tally)
+            if self._writer is not None:
+                self._writer.publish(self._tally.values)
+
+
+class SpoolSink:
+    """One clipper's way into its process's spool file."""
+
+    def __init__(self, spool: RankSpool) -> None:
+        self._spool = spool
+        self._streaks = Streaks()
+
+    def open(self, info: RunInfo) -> None:
+        """Make or relabel the file; from here on its counters exist, at 0. Raises `OSError` where that fails."""
+        self._spool.describe(info)
+
+    def record(self, record: StepRecord) -> None:
+        """Count one step."""
+        self._spool.update(lambda tally: tally.add(record, self._streaks))
+
+    def nonfinite_applied(self) -> None:
+        """Count an optimizer step with nonfinite gradients."""
+        self._spool.update(Tally.nonfinite_applied)
+
+    def phase(self, name: str) -> None:
+        """Say what the rank is doing."""
+
+        def change(tally: Tally) -> None:
+            tally.phase(name)
+            tally.values[INDEX["report_timestamp"]] = time.time()
+
+        self._spool.update(change)
+
+    def close(self) -> None:
+        """Nothing: the file stays, so that the agent can read the last values; the agent removes it."""
+
+
+class SafeSinks:
+    """Hands everything to several sinks; one that raises is dropped with one warning and never asked again."""
+
+    def __init__(self, sinks: dict[str, Sink]) -> None:
+        self._sinks = sinks
+
+    def open(self, info: RunInfo) -> None:
+        """See `Sink.open`."""
+        self._each(lambda sink: sink.open(info))
+
+    def record(self, record: StepRecord) -> None:
+        """See `Sink.record`."""
+        self._each(lambda sink: sink.record(record))
+
+    def nonfinite_applied(self) -> None:
+        """See `Sink.nonfinite_applied`."""
+        self._each(lambda sink: sink.nonfinite_applied())
+
+    def phase(self, name: str) -> None:
+        """See `Sink.phase`."""
+        self._each(lambda sink: sink.phase(name))
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:
+                # Whatever goes wrong in telemetry, a training of weeks must not die of it.
+                self._sinks.pop(name, None)
+                logger.warning("distclip: no more %s from this rank, training goes on: %s", name, error)
+
+
+_spools: dict[tuple[int, Path], RankSpool] = {}
+_spools_lock = threading.Lock()
+
+
+def auto_sink() -> Sink | None:
+    """The sinks that the environment asks for, as one; None where it asks for none. Never raises."""
+    settings, _ = read_settings(os.environ)  # the agent has already complained about bad values
+    run = named_run_id(os.environ, os.environ.get("TORCHELASTIC_RUN_ID"))
+    sinks: dict[str, Sink] = {}
+    if settings.spool is not None:
+        with _spools_lock:
+            spool = _spools.setdefault((os.getpid(), settings.spool), RankSpool(settings.spool))
+        sinks[f"metrics (DISTCLIP_SPOOL={settings.spool})"] = SpoolSink(spool)
+    if settings.events is not None:
+        sinks[f"event log (DISTCLIP_EVENTS={settings.events})"] = JsonLog(settings.events, run, events_only=True)
+    if settings.step_log is not None:
+        name = f"step log (DISTCLIP_STEP_LOG={settings.step_log})"
+        sinks[name] = JsonLog(settings.step_log, run, events_only=False)
+    return SafeSinks(sinks) if sinks else None
