@@ -51,6 +51,9 @@ def main(control_fd: int) -> None:
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+    os._exit(0)  # taking torch down in an orderly manner takes a second
 
 
 def _serve(control: socket.socket, children: set[int], parent: int) -> None:

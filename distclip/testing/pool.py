@@ -141,23 +141,29 @@ class RankPool:
 
     def _prepare(self, world_size: int) -> list[RankProcess]:
         """The first `world_size` ranks, all idle; starts those that are missing, replaces those that are broken."""
-        for place in range(2):
-            if len(self._nurseries) <= place:
-                self._nurseries.append(Nursery(self._environment))
-            elif not self._nurseries[place].alive:
-                self._nurseries[place].close()
-                self._nurseries[place] = Nursery(self._environment)
+        if not self._nurseries:
+            self._nurseries = [Nursery(self._environment) for _ in range(2)]
         for place in range(world_size):
             if place == len(self._ranks):
-                self._ranks.append(RankProcess(self._nurseries[place % 2]))
+                self._ranks.append(self._fork(place))
             elif not self._ranks[place].ready(CLEAN_UP):
                 broken = self._ranks[place]
-                self._ranks[place] = RankProcess(self._nurseries[place % 2])
+                self._ranks[place] = self._fork(place)
                 broken.close()
         for place, rank in enumerate(self._ranks[:world_size]):
             if not rank.ready(CLEAN_UP):
                 raise RuntimeError(f"rank process {place} ended while it started:\n{rank.output()}")
         return self._ranks[:world_size]
+
+    def _fork(self, place: int) -> RankProcess:
+        side = place % len(self._nurseries)
+        try:
+            return RankProcess(self._nurseries[side])
+        except OSError:  # the nursery was killed, by the system when memory is short, say
+            dead = self._nurseries[side]
+            self._nurseries[side] = Nursery(self._environment)
+            dead.close()
+            return RankProcess(self._nurseries[side])
 
 
 class _Progress:
@@ -244,10 +250,10 @@ class _Progress:
 
 
 def _environment() -> dict[str, str]:
-    """What the ranks see: what is set now, one thread each, and the loopback interface."""
+    """What the ranks see: what is set now, one thread each, the loopback interface, and a profiler that is silent."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     interface = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {**os.environ, **threads, **interface}
+    return {"KINETO_LOG_LEVEL": "99", **os.environ, **threads, **interface}
 
 
 def _revive(outcome: Raised) -> BaseException:

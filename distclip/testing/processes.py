@@ -56,10 +56,11 @@ class Nursery:
         return self._process.poll() is None
 
     def fork(self, connection_fd: int, output_fd: int, stack_fd: int) -> int:
-        """The pid of a new rank that has the three file descriptors."""
-        if not self._ready:
-            self._reply()
-            self._ready = True
+        """The pid of a new rank that has the three file descriptors.
+
+        Raises `RuntimeError` when the process could not even start, `OSError` when it has died since.
+        """
+        self._wait_for_imports()
         socket.send_fds(self._control, [REQUEST.pack(FORK, 0)], [connection_fd, output_fd, stack_fd])
         return self._reply()
 
@@ -68,7 +69,7 @@ class Nursery:
         try:
             self._control.sendall(REQUEST.pack(REAP, pid))
             code = self._reply()
-        except (OSError, RuntimeError):
+        except OSError:
             return None
         return None if code == STILL_RUNNING else code
 
@@ -82,11 +83,19 @@ class Nursery:
             self._process.wait()
         os.close(self._output)
 
+    def _wait_for_imports(self) -> None:
+        if not self._ready:
+            try:
+                self._reply()
+            except OSError as error:
+                text = _from(self._output, 0).decode(errors="replace")
+                raise RuntimeError(f"the process that forks the ranks could not start:\n{text}") from error
+            self._ready = True
+
     def _reply(self) -> int:
         reply = self._control.recv(REPLY.size)
         if len(reply) < REPLY.size:
-            text = os.pread(self._output, 1 << 16, 0).decode(errors="replace")
-            raise RuntimeError(f"the process that forks the ranks has ended:\n{text}")
+            raise ConnectionResetError("the process that forks the ranks has ended")
         (value,) = REPLY.unpack(reply)
         return int(value)
 
@@ -100,9 +109,13 @@ class RankProcess:
         self._stacks = _unnamed_file()
         self._output_read = 0
         ours, theirs = socket.socketpair()
-        with theirs:
-            self.pid = nursery.fork(theirs.fileno(), self._output, self._stacks)
-        self.connection = Connection(ours.detach())
+        with ours, theirs:
+            try:
+                self.pid = nursery.fork(theirs.fileno(), self._output, self._stacks)
+            except BaseException:
+                self._forget()
+                raise
+            self.connection = Connection(ours.detach())
         self.usable = True
         """Not ended by us and not known to be dead."""
         self.exit_code: int | None = None
@@ -175,6 +188,9 @@ class RankProcess:
     def close(self) -> None:
         """End it and forget what it wrote."""
         self.end()
+        self._forget()
+
+    def _forget(self) -> None:
         for file in (self._output, self._stacks):
             os.close(file)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from distclip.testing.shipping import FunctionReference, load
 
@@ -205,6 +206,8 @@ class _State:
         torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
         torch.set_num_threads(1)
+        # DTensor remembers meshes. One of an earlier job is equal to one of this job but holds groups that are gone.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.seed()
 
     @staticmethod
