@@ -5,7 +5,7 @@
     environment = exporter.start_attempt("initial", 8, Attempt())    # for that of the workers
     exporter.node.worker_started(rank=0, pid=4711)
     exporter.finish("succeeded")                           # reads the last values, removes the spool folder
-    exporter.linger()                                      # so that Prometheus sees the end
+    exporter.linger(exporter.linger_seconds())             # so that Prometheus sees the end
     exporter.close()
 
 Nothing here raises because of a full disk, a taken port or a bad address: it warns once on the logger
@@ -91,14 +91,14 @@ class Exporter:
         if self._folder is not None:
             self._folder.remove()
 
-    def linger(self) -> None:
-        """Wait until Prometheus has had two chances to see the end: see `ScrapeClock.linger_seconds`.
-
-        Ends early where a signal handler raises, or where another thread calls `close`.
-        """
+    def linger_seconds(self) -> float:
+        """How long `linger` should wait now, so that Prometheus has two chances to see the end."""
         limit = STOPPED_LINGER_LIMIT if self.node.state == "stopped" else LINGER_LIMIT
-        if self._server is not None and os.getpid() == self._pid:
-            self._hurry.wait(self._clock.linger_seconds(limit))
+        return 0.0 if self._server is None else self._clock.linger_seconds(limit)
+
+    def linger(self, seconds: float) -> None:
+        """Keep the endpoint for that long; ends early where another thread calls `close` or a signal handler raises."""
+        self._hurry.wait(seconds)
 
     def close(self) -> None:
         """Close the port, withdraw the announcement, remove the spool folder. A second call does nothing."""
