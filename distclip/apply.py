@@ -1,0 +1,146 @@
+"""Carry out the decision: multiply gradients in place, or clean them of nan and inf.
+
+The factor is never rounded to the gradients' dtype: half precision multiplies in fp32 with an fp32 factor and rounds
+once (torch's own clipping rounds a coefficient of 0.123 to bf16 first, which is off by up to 0.4 %). A factor below
+2^-100 is applied as two, because as one fp32 number it can be subnormal, and then a CPU that flushes those multiplies
+by 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distclip.measure.ranges import RangeCache
+from distclip.measure.values import blocks, writable
+
+_SMALLEST = 2.0**-100
+_STEP = 2.0**-64  # a power of two: multiplying by it is exact
+_BLOCK = 1 << 18
+
+
+@torch.no_grad()
+def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeCache | None = None) -> None:
+    """Multiply local gradients by one number, in place.
+
+    Args:
+        gradients: local tensors of any dtype, layout and device, as for `distclip.measure.measure`. The memory of an
+            expanded gradient is multiplied once, and so are the entries of a sparse one, coalesced or not.
+        factor: a float, or a 0-d fp64 tensor. 1.0 writes nothing. A tensor on an accelerator is not waited for: the
+            gradients there are then always written, and a factor below 2^-126 loses precision.
+        cache: the one given to `measure` for the same gradients: adjacent views are then scaled as one range.
+
+    Raises:
+        TypeError: a gradient's layout is neither strided nor sparse.
+        ValueError: the factor is a tensor that is not 0-d.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, 4.0])
+        >>> scale_([gradient], 0.5)
+        >>> gradient
+        tensor([1.5000, 2.0000])
+    """
+    if isinstance(factor, Tensor):
+        if factor.dim() != 0:
+            raise ValueError(f"factor must be a number or a 0-d tensor, got shape {tuple(factor.shape)}")
+        if factor.device.type != "cpu":
+            on_device = [gradient for gradient in gradients if gradient.device == factor.device]
+            _scale_on_device(on_device, factor)
+            if len(on_device) == len(gradients):
+                return
+            gradients = [gradient for gradient in gradients if gradient.device != factor.device]
+        factor = float(factor)
+    if factor == 1.0:
+        return
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for target in _targets(gradients, cache):
+        by_kind.setdefault((target.device, target.dtype), []).append(target)
+    for part in _split(factor):
+        for (device, _), same in by_kind.items():
+            if device.type == "cpu":
+                # As a 0-d tensor: with a Python number the CPU takes four times as long for thousands of small
+                # gradients. fp64 changes neither the gradients' dtype nor that half precision is multiplied in fp32.
+                torch._foreach_mul_(same, torch.tensor(part, dtype=torch.float64))
+            else:
+                torch._foreach_mul_(same, part)
+
+
+@torch.no_grad()
+def zero_nonfinite_(gradients: Sequence[Tensor]) -> None:
+    """Set elements that are nan or infinite to 0, in place; the others keep their bits.
+
+    A complex element goes as a whole. Of a sparse gradient with duplicates, an element is their sum: if that is not
+    finite, all its entries become 0.
+
+    Example:
+        >>> gradient = torch.tensor([1.0, float("nan"), float("inf")])
+        >>> zero_nonfinite_([gradient])
+        >>> gradient
+        tensor([1., 0., 0.])
+    """
+    for gradient in gradients:
+        if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+            _zero_nonfinite_sums(gradient)
+            continue
+        for block in blocks(writable(gradient), _BLOCK):
+            block.masked_fill_(block.isfinite().logical_not_(), 0.0)
+
+
+def _targets(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[Tensor]:
+    """What to multiply: every number of every gradient once, in as few tensors as is cheap to find out."""
+    if cache is None:
+        return [
+            gradient if gradient.layout is torch.strided and gradient.is_contiguous() else writable(gradient)
+            for gradient in gradients
+            if gradient.numel()
+        ]
+    strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
+    targets = [writable(gradient) for gradient in gradients if gradient.layout is not torch.strided]
+    for layout in cache.layouts(strided):
+        targets += [span.target(strided) for span in layout.long]
+        targets += [span.target(strided) for pack in layout.packs for span in pack]
+        targets += [writable(strided[index]) for index in layout.others]
+    return targets
+
+
+def _split(factor: float) -> list[float]:
+    """Factors whose product is the given one and none of which is tiny. Only the last is not a power of two."""
+    factors = []
+    while 0 < abs(factor) < _SMALLEST:
+        factors.append(_STEP)
+        factor /= _STEP
+    return [*factors, factor]
+
+
+def _scale_on_device(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply by a number that only the device knows.
+
+    The foreach product would round it to the gradients' dtype; the kernel that undoes a loss scale takes it in fp32.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        target = writable(gradient)
+        if target.is_complex():
+            target = torch.view_as_real(target.conj() if target.is_conj() else target)
+        if target.numel():
+            by_dtype.setdefault(target.dtype, []).append(target)
+    ignored = torch.zeros((), dtype=torch.float32, device=factor.device)
+    for dtype, same in by_dtype.items():
+        if dtype is torch.float64:
+            torch._foreach_mul_(same, factor.to(torch.float64))
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(same, ignored, factor.to(torch.float32))
+
+
+def _zero_nonfinite_sums(gradient: Tensor) -> None:
+    """Zero the entries of an uncoalesced sparse gradient whose sum is not finite."""
+    sums = gradient.coalesce()
+    bad = sums.values().isfinite().logical_not_()
+    sizes = torch.tensor(gradient.shape[: gradient.sparse_dim()], device=gradient.device)
+    strides = sizes.flip(0).cumprod(0).flip(0).roll(-1)
+    strides[-1:] = 1
+    # Coalescing sorts by position, and so does unique: entry i went into row `row[i]` of the sums.
+    _, row = torch.unique((gradient._indices() * strides[:, None]).sum(0), return_inverse=True)
+    gradient._values().masked_fill_(bad[row], 0.0)

@@ -1,0 +1,78 @@
+"""The slow and certain way to measure: fp64 throughout, element by element, nonfinite elements counted.
+
+Used where the fast way's sum says that something is up (a nan, an infinity, an overflow or underflow of fp32), and
+for the rare gradients that have no fast way. Works in small blocks, never with a full-size copy, and never waits for
+a device: results stay 0-d tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distclip.measure.values import blocks, readable
+
+_BLOCK_CPU = 1 << 15  # fp64 temporaries of 256 KiB stay in the second level cache
+_BLOCK_DEVICE = 1 << 22  # few launches
+
+
+class Exact(NamedTuple):
+    """What `exact` found, as fp64 0-d tensors on the gradients' device."""
+
+    amount: Tensor
+    """Sum over finite elements of (|g| / scale)^p, or the largest finite |g| for p = inf."""
+    nan: Tensor
+    inf: Tensor
+    largest: Tensor
+    """Largest finite |g|."""
+
+
+def exact(gradients: Iterable[Tensor], norm_type: float, device: torch.device, scale: float = 1.0) -> Exact:
+    """Measure gradients of one device in fp64."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    amount, nan, inf, largest = zero, zero, zero, zero
+    size = _BLOCK_CPU if device.type == "cpu" else _BLOCK_DEVICE
+    for gradient in gradients:
+        values, repeat = readable(gradient)
+        for block in blocks(values, size):
+            magnitude, is_nan = _magnitude(block)
+            is_inf = magnitude.isinf()
+            is_inf &= ~is_nan
+            nan = nan + is_nan.sum() * repeat
+            inf = inf + is_inf.sum() * repeat
+            magnitude.masked_fill_(is_nan | is_inf, 0.0)
+            largest = torch.maximum(largest, magnitude.amax())
+            if not math.isinf(norm_type):
+                if scale != 1.0:
+                    magnitude.div_(scale)
+                amount = amount + magnitude.pow_(norm_type).sum() * repeat
+    return Exact(largest if math.isinf(norm_type) else amount, nan, inf, largest)
+
+
+def count_nonfinite(gradient: Tensor) -> tuple[int, int]:
+    """How many elements of one gradient are nan, and how many are infinite.
+
+    A complex element is nan if either part is, also where the other part is infinite. Duplicates of a sparse gradient
+    are summed first. Waits for the device: this is for naming culprits after the fact, not for every step.
+
+    Example:
+        >>> count_nonfinite(torch.tensor([1.0, float("nan"), -float("inf")]))
+        (1, 1)
+    """
+    with torch.no_grad():
+        found = exact([gradient], math.inf, gradient.device)
+        return int(found.nan), int(found.inf)
+
+
+def _magnitude(block: Tensor) -> tuple[Tensor, Tensor]:
+    """(|block| as a fresh fp64 tensor, where it is nan)."""
+    if not block.is_complex():
+        magnitude = block.to(torch.float64, copy=True).abs_()
+        return magnitude, magnitude.isnan()
+    real, imaginary = torch.view_as_real(block).to(torch.float64).unbind(-1)
+    # hypot(inf, nan) is inf, which would hide the nan.
+    return torch.hypot(real, imaginary), real.isnan() | imaginary.isnan()
