@@ -1,0 +1,153 @@
+"""The packet: the one small vector of fixed length that is summed over all ranks in a step.
+
+It has a header and one row per param group. Its length follows from the number of param groups alone, never from
+which gradients a rank happens to have, so that a rank with nothing, or with a problem, can send it all the same.
+
+Sums over ranks are over the run's whole group, whatever the mixture of layouts: the owner of an element contributes
+it, so every element counts once. `owned` and `shared` of a row are two ways to add up the same total, by owners only
+and by all holders with equal shares; where they differ, replicas do.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distclip.measure import max_abs, measure, scaled_power_sum
+from distclip.plan.gradients import Gradients
+from distclip.plan.plan import Plan
+
+HEADER = 10
+REPLAN, PROBLEM, SCALE, SCALE_SQUARED, CONFIG, CONFIG_SQUARED, PRESENT, PRESENT_SHARE, ELEMENTS, GRADIENTS = range(
+    HEADER
+)
+
+ROW = 7
+OWNED, SHARED, NAN, INF, REPLICA_NAN, REPLICA_INF, UNREPRESENTABLE = range(ROW)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """The packet after the sum over all ranks, read on the host where the protocol needs it."""
+
+    header: list[float]
+    rows: Tensor
+    """float64 [param groups, ROW] on the packet's device."""
+    local_rows: Tensor
+    """This rank's rows before the sum."""
+    local_norm: Tensor
+    """Norm of the finite elements that this rank holds, float64 []."""
+    wait_seconds: float
+
+
+def exchange(
+    plan: Plan | None,
+    gradients: Gradients | None,
+    *,
+    groups: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    norm_type: float,
+    scale: float | Tensor,
+    config: int,
+    problem: bool,
+) -> Packet:
+    """Measure the local gradients and sum the packet over all ranks: the one collective of an ordinary step.
+
+    Without a plan (not made yet, or not for this source) the rank asks for a new one and contributes nothing.
+    """
+    local = torch.zeros(HEADER + groups * ROW, dtype=torch.float64, device=device)
+    header = [0.0] * HEADER
+    header[REPLAN] = float(gradients is None or gradients.stale)
+    header[PROBLEM] = float(problem)
+    header[CONFIG] = float(config)
+    header[CONFIG_SQUARED] = float(config) ** 2
+    usable = gradients if gradients is not None and not gradients.stale and not problem else None
+    if usable is not None:
+        header[PRESENT] = usable.present
+        header[PRESENT_SHARE] = usable.present_share
+        header[ELEMENTS] = float(usable.elements)
+        header[GRADIENTS] = float(len(usable.local) - usable.missing)
+    local[:HEADER] = torch.tensor(header, dtype=torch.float64)
+    local[SCALE] = scale
+    local[SCALE_SQUARED] = local[SCALE] ** 2
+    rows = local[HEADER:].view(groups, ROW)
+    amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type)
+    local_rows = rows if group is None else rows.clone()
+    started = time.perf_counter()
+    if group is not None:
+        # over all ranks of the run, whatever the layouts: owners contribute, so every element counts once
+        dist.all_reduce(local, group=group)
+    waited = time.perf_counter() - started
+    # The one host read of a step (free on CPU): whether a rank asked to plan again or has something to tell must be
+    # known before anything is written.
+    return Packet(local[:HEADER].tolist(), rows, local_rows, _total(amounts, norm_type, device), waited)
+
+
+def _fill(rows: Tensor, plan: Plan, gradients: Gradients, norm_type: float) -> list[Tensor]:
+    """Add this rank's part to `rows`; return the amounts of all its buckets, replicas too."""
+    amounts = []
+    for bucket in plan.buckets:
+        tensors = gradients.of(bucket)
+        if not tensors:
+            continue
+        stats = measure(tensors, norm_type, cache=bucket.cache).to(rows.device, non_blocking=True)
+        row = rows[bucket.param_group]
+        if not math.isinf(norm_type):
+            row[SHARED] += stats[0] / bucket.holders
+            if bucket.owner:
+                row[OWNED] += stats[0]
+        elif bucket.owner:
+            row[OWNED] = torch.maximum(row[OWNED], stats[0])
+        row[NAN if bucket.owner else REPLICA_NAN] += stats[1]
+        row[INF if bucket.owner else REPLICA_INF] += stats[2]
+        row[UNREPRESENTABLE] += stats[3]
+        amounts.append(stats[0])
+    return amounts
+
+
+def _total(amounts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not amounts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack(amounts)
+    return stacked.amax() if math.isinf(norm_type) else _root(stacked.sum(), norm_type)
+
+
+def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float) -> Tensor:
+    """Norm of the finite elements of every param group: float64 [param groups], the same bits on every rank.
+
+    One more collective (MAX) for the inf-norm; two (MAX, then SUM of scaled powers) where some rank's power sum does
+    not fit into float64, which all ranks see in the packet.
+    """
+    if math.isinf(norm_type):
+        maxima = packet.local_rows[:, OWNED].clone()
+        if plan.group is not None:
+            # over all ranks; nan cannot get lost here, because it is counted in the packet and not part of the maxima
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
+        return maxima
+    if not bool(packet.rows[:, UNREPRESENTABLE].any()):
+        return _root(packet.rows[:, OWNED], norm_type)
+    maxima = torch.zeros(len(plan.param_groups), dtype=torch.float64, device=plan.device)
+    for bucket in plan.buckets:
+        here = max_abs(gradients.of(bucket)).to(plan.device)
+        maxima[bucket.param_group] = torch.maximum(maxima[bucket.param_group], here)
+    if plan.group is not None:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
+    sums = torch.zeros_like(maxima)
+    for bucket in plan.buckets:
+        scale = float(maxima[bucket.param_group])
+        if bucket.owner and scale > 0.0:
+            sums[bucket.param_group] += scaled_power_sum(gradients.of(bucket), norm_type, scale).to(plan.device)
+    if plan.group is not None:
+        # over all ranks, owners only, like the packet
+        dist.all_reduce(sums, group=plan.group)
+    return maxima * _root(sums, norm_type)
+
+
+def _root(sums: Tensor, norm_type: float) -> Tensor:
+    return sums.sqrt() if norm_type == 2.0 else sums.pow(1.0 / norm_type)

@@ -1,0 +1,346 @@
+"""`GradientClipper`: one decision per step for all ranks and optimizers. The only module that knows the order
+
+    plan -> measure -> agree -> decide -> apply -> report
+
+Every room is a function of tensors, groups and flags elsewhere; this class holds what lasts from step to step (the
+plan, the count of steps, the count of skips in a row) and calls them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distclip import amp
+from distclip.apply import scale_, zero_nonfinite_
+from distclip.arguments import (
+    NonfiniteMode,
+    check_count,
+    check_max_norm,
+    check_multiplier,
+    check_nonfinite,
+    check_norm_type,
+    check_telemetry,
+)
+from distclip.culprits import describe, find_culprits
+from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
+from distclip.plan.build import Declaration, build_plan
+from distclip.plan.collectives import resolve
+from distclip.plan.plan import Plan
+from distclip.plan.sources import Source, items_of, tensors_of
+from distclip.policy import Decision, decide_fixed
+from distclip.report import GroupReport, StepReport
+from distclip.reporter import Outcome, Reporter, process_sink
+from distclip.survey import Survey, survey
+from distclip.telemetry.record import Culprit, Sink
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class GradientClipper:
+    """Measures, agrees, clips and steps, the same way on every rank.
+
+    Build it on every rank of the group, after the model is wrapped: building is collective and checks that the ranks
+    hold the same replicas, so that a model that is out of sync is found before the first step.
+
+    Args:
+        source: the module, a list of modules (pipeline parts), parameters, or (name, parameter) pairs.
+        optimizer: one or several that share this norm; they step together or not at all. None for `clip_` only.
+        max_norm: the limit, > 0; None or inf only measures.
+        norm_type: p of the p-norm, > 0 or inf.
+        nonfinite: what to do when any gradient anywhere is nan or inf:
+            "skip": no optimizer runs, nothing is multiplied;
+            "raise": `NonfiniteGradientError` on every rank, naming ranks and parameters;
+            "zero": bad elements become 0, then the rest is clipped by its own norm;
+            "propagate": as torch: the norm is nan or inf and so become the gradients; the optimizer runs.
+        max_consecutive_skips: so many nonfinite skips in a row are tolerated; the next bad step raises on every rank.
+        scaler: a `torch.amp.GradScaler` or FSDP1's `ShardedGradScaler`.
+        pipeline_group, owned, tied, group: see `clip_grad_norm_`.
+        telemetry: "auto" (from the environment, see docs), None, or a `distclip.telemetry.record.Sink`.
+
+    Raises:
+        ConfigError, TypeError, LayoutError: as `clip_grad_norm_`, with the same text on every rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> clipper = GradientClipper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> report = clipper.step()
+        >>> report.total_norm.item(), report.stepped
+        (5.0, True)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        optimizer: Optimizers | None = None,
+        *,
+        max_norm: float | None = 1.0,
+        norm_type: float = 2.0,
+        nonfinite: NonfiniteMode = "skip",
+        max_consecutive_skips: int = 10,
+        scaler: Any = None,
+        pipeline_group: dist.ProcessGroup | None = None,
+        owned: Sequence[str] | dict[str, dist.ProcessGroup] = (),
+        tied: Sequence[str | tuple[str, ...]] = (),
+        group: dist.ProcessGroup | None = None,
+        telemetry: Literal["auto"] | Sink | None = "auto",
+    ) -> None:
+        self._group = resolve(group)
+        self._declaration = Declaration(owned=owned, tied=tied, pipeline_group=pipeline_group)
+        self._items: list[Any] = []
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        problem: Exception | None = None
+        try:
+            self._max_norm = None if max_norm is None else check_max_norm(max_norm)
+            self._norm_type = check_norm_type(norm_type)
+            self._nonfinite = check_nonfinite(nonfinite)
+            self._max_consecutive_skips = check_count("max_consecutive_skips", max_consecutive_skips)
+            self._optimizers = _as_optimizers(optimizer)
+            self._scaler = amp.check_scaler(scaler)
+            check_telemetry(telemetry)
+            self._items = items_of(source)
+            _check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
+        except (DistclipError, TypeError) as error:
+            problem = error
+        self._arguments = {
+            "max_norm": repr(max_norm),
+            "norm_type": repr(norm_type),
+            "nonfinite": repr(nonfinite),
+            "max_consecutive_skips": repr(max_consecutive_skips),
+            "scaler": "given" if scaler is not None else "None",
+        }
+        self.plan: Plan = self._make_plan(problem)
+        """Who holds what; made anew, by all ranks together, when parameters change."""
+        sink = process_sink() if isinstance(telemetry, str) else telemetry
+        self._reporter = Reporter(sink, "fixed", self._nonfinite, self._norm_type, bool(self._optimizers))
+        self._reporter.open(self.plan)
+        self._steps = 0
+        self._skips = 0
+        self._bad_gradients = False
+        for each in self._optimizers:
+            each.register_step_post_hook(_Watch(self))
+
+    def clip_(self, grad_multiplier: float = 1.0) -> StepReport:
+        """Unscale (once) and clip in place; the caller steps, if `report.should_step`.
+
+        With a scaler, go on with `scaler.step(optimizer); scaler.update()`: it sees the agreed found_inf.
+        `grad_multiplier` multiplies all gradients first (1 / tokens, say), in the same pass; the norm is that after it.
+        """
+        return self._run(grad_multiplier, step=False, loss=None)
+
+    def step(self, grad_multiplier: float = 1.0, *, loss: float | Tensor | None = None) -> StepReport:
+        """Unscale, measure, agree, clip, then `optimizer.step()` or not, and `scaler.update()`.
+
+        `loss` of this rank is only reported.
+
+        Raises:
+            ConfigError: the clipper was built without an optimizer.
+            NonfiniteGradientError: with nonfinite="raise", or after too many skips in a row.
+        """
+        return self._run(grad_multiplier, step=True, loss=loss)
+
+    def measure(self) -> StepReport:
+        """Measure and agree only: nothing is written, and it is not counted or reported as a step."""
+        found, multiplier = self._survey(1.0, step=False)
+        return self._report(found, self._decide(found, multiplier), multiplier)
+
+    def explain(self) -> str:
+        """The plan as a table a person can read: parameter, layout, ranks, param group, holders."""
+        return self.plan.explain()
+
+    def state_dict(self) -> dict[str, int]:
+        """What must survive a restart: the count of steps and of nonfinite skips in a row."""
+        return {"steps": self._steps, "consecutive_skips": self._skips}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take up a state that was saved on any number of ranks."""
+        self._steps, self._skips = int(state["steps"]), int(state["consecutive_skips"])
+
+    @torch.no_grad()
+    def _run(self, grad_multiplier: float, *, step: bool, loss: float | Tensor | None) -> StepReport:
+        started = time.perf_counter()
+        found, multiplier = self._survey(grad_multiplier, step)
+        decision = self._decide(found, multiplier)
+        nonfinite = bool(decision.nonfinite)
+        culprits = find_culprits(found.plan, found.gradients) if nonfinite else ()
+        self._apply(found, decision, multiplier)
+        self._steps += 1
+        self._bad_gradients = nonfinite and self._nonfinite != "zero"
+        report = self._report(found, decision, multiplier)
+        clip_seconds = time.perf_counter() - started
+        if step:
+            self._commit(report)
+        self._skips = self._skips + 1 if report.skip_reason == "nonfinite" else 0
+        self._reporter.record(
+            found,
+            Outcome(report, self._max_norm, multiplier, culprits, self._learning_rate(), loss, clip_seconds),
+        )
+        self._raise_if_bad(report, culprits)
+        return report
+
+    def _survey(self, grad_multiplier: float, step: bool) -> tuple[Survey, float | Tensor]:
+        """Measure and agree; also return what unscales a norm: grad_multiplier / (scale that backward used)."""
+        problem: Exception | None = None
+        scale: float | Tensor = 1.0
+        try:
+            grad_multiplier = check_multiplier(grad_multiplier)
+            if step and not self._optimizers:
+                raise ConfigError("step() needs the optimizer: GradientClipper(model, optimizer, ...); or use clip_()")
+            if self._scaler is not None and not amp.already_unscaled(self._scaler, self._optimizers):
+                scale = amp.scale_in_use(self._scaler)
+        except (DistclipError, TypeError) as error:
+            problem = error
+        found = survey(
+            self.plan,
+            self._make_plan,
+            groups=len(self.plan.param_groups),
+            group=self._group,
+            device=self.plan.device,
+            norm_type=self._norm_type,
+            arguments={**self._arguments, "grad_multiplier": repr(grad_multiplier)},
+            scale=scale,
+            problem=problem,
+        )
+        self.plan = found.plan
+        if isinstance(scale, Tensor):
+            # On CPU a host read is free; on CUDA the factor stays on the device.
+            scale = float(scale) if scale.device.type == "cpu" else scale.double()
+        return found, grad_multiplier / scale
+
+    def _decide(self, found: Survey, multiplier: float | Tensor) -> Decision:
+        return decide_fixed(
+            found.norms * multiplier,
+            found.nan,
+            found.inf,
+            [None] * len(found.plan.param_groups),
+            self._max_norm,
+            self._norm_type,
+            by_rest=self._nonfinite == "zero",
+            as_torch=self._nonfinite == "propagate",
+        )
+
+    def _apply(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> None:
+        """Multiply by coefficient * multiplier, in one pass, unless the step is to be skipped; tell the scaler."""
+        skip = bool(decision.nonfinite) and self._nonfinite in ("skip", "raise")
+        if not skip:
+            for bucket in found.plan.buckets:
+                gradients = found.gradients.of(bucket)
+                if bool(decision.nonfinite) and self._nonfinite == "zero":
+                    zero_nonfinite_(gradients)
+                factor = decision.coefficients[bucket.param_group] * multiplier
+                scale_(gradients, factor if factor.device.type == "cuda" else float(factor))
+        if self._scaler is not None:
+            found_inf = decision.nonfinite if self._nonfinite != "zero" else torch.zeros_like(decision.nonfinite)
+            amp.record_decision(self._scaler, self._optimizers, found_inf, found.plan.device)
+
+    def _commit(self, report: StepReport) -> None:
+        """Run all optimizers or none, then update the scale once."""
+        report.stepped = report.should_step
+        if report.should_step:
+            for optimizer in self._optimizers:
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
+        # Without any gradient nothing was learned about the scale: it stays.
+        if self._scaler is not None and report.skip_reason != "no_gradients":
+            self._scaler.update()
+
+    def _report(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> StepReport:
+        return StepReport(
+            step=self._steps,
+            total_norm=decision.total_norm,
+            clip_coefficient=decision.coefficients[-1],
+            clipped=decision.clipped,
+            loss_scale=None if self._scaler is None else torch.as_tensor(1.0 / multiplier),
+            param_groups={
+                name: GroupReport(
+                    decision.norms[index], decision.coefficients[index], found.nan[index], found.inf[index]
+                )
+                for index, name in enumerate(found.plan.param_groups)
+            },
+            _nonfinite=decision.nonfinite,
+            _steps_anyway=self._nonfinite in ("zero", "propagate"),
+            _no_gradients=not found.any_gradient,
+        )
+
+    def _raise_if_bad(self, report: StepReport, culprits: tuple[Culprit, ...]) -> None:
+        if report.skip_reason != "nonfinite":
+            return
+        where = describe(culprits)
+        if self._nonfinite == "raise":
+            raise NonfiniteGradientError(f"step {report.step}: gradients are not finite: {where}")
+        if self._skips > self._max_consecutive_skips:
+            raise NonfiniteGradientError(
+                f"step {report.step}: gradients were not finite in {self._skips} steps in a row, more than "
+                f"max_consecutive_skips={self._max_consecutive_skips}; last: {where}"
+            )
+
+    def _learning_rate(self) -> float | None:
+        if not self._optimizers or not self._reporter.active:
+            return None
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def _make_plan(self, problem: Exception | None) -> Plan:
+        return build_plan(
+            self._items, self._group, declaration=self._declaration, problem=problem, arguments=self._arguments
+        )
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after an optimizer ran: were its gradients known to be bad?"""
+        # A fused optimizer under GradScaler is called all the same, and its kernel does nothing where found_inf is 1.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if self._bad_gradients and not (found_inf is not None and bool(found_inf)):
+            self._bad_gradients = False
+            self._reporter.nonfinite_applied()
+
+
+class _Watch:
+    """An optimizer's step post-hook that does not keep the clipper alive."""
+
+    def __init__(self, clipper: GradientClipper) -> None:
+        self._clipper = weakref.ref(clipper)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        clipper = self._clipper()
+        if clipper is not None:
+            clipper._on_optimizer_step(optimizer)
+
+
+def _as_optimizers(optimizer: Optimizers | None) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, not {type(each).__name__}")
+        if isinstance(each, torch.optim.LBFGS):
+            raise ConfigError("LBFGS calls its closure many times in a step, so there is no single gradient to clip")
+    return optimizers
+
+
+def _check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], scaled: bool) -> None:
+    """With a scaler, everything that is stepped must be in the source: distclip unscales only what it measures."""
+    if not scaled:
+        return
+    if not optimizers:
+        raise ConfigError("scaler= needs the optimizer too: GradientClipper(model, optimizer, scaler=scaler)")
+    known = {id(parameter) for parameter in parameters}
+    unknown = sum(
+        id(parameter) not in known
+        for optimizer in optimizers
+        for param_group in optimizer.param_groups
+        for parameter in param_group["params"]
+    )
+    if unknown:
+        raise ConfigError(
+            f"the optimizer holds {unknown} parameters that the source does not have, so their gradients would never "
+            "be unscaled: pass the whole module, or an optimizer for the parameters of the source only"
+        )

@@ -1,0 +1,199 @@
+"""`clip_grad_norm_` and `get_total_norm`: the shape of `torch.nn.utils`, right for every layout.
+
+Call them on every rank of the group, after a backward that synchronised, with the module (so that wrappers can be
+seen) or with its parameters. The first call with a set of parameters makes a plan with all other ranks; later calls
+find it by the identity of the parameters. Where one rank finds none and another does, all of them plan again: a call
+never hangs because caches differ.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distclip.apply import scale_
+from distclip.arguments import check_max_norm, check_norm_type
+from distclip.culprits import describe, find_culprits
+from distclip.errors import DistclipError, NonfiniteGradientError
+from distclip.plan.build import Declaration, build_plan
+from distclip.plan.collectives import packet_device, resolve, wait_for_all
+from distclip.plan.plan import Plan
+from distclip.plan.sources import Source, items_of, tensors_of
+from distclip.policy import decide_fixed
+from distclip.report import GroupReport, StepReport
+from distclip.reporter import Outcome, Reporter, process_sink
+from distclip.survey import survey
+
+_KEPT_PLANS = 16
+"""Plans kept per process group; an older one is made again when it is needed."""
+
+
+class _Calls:
+    """What is remembered between function calls over one process group."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[object, Plan] = OrderedDict()
+        self.reporter: Reporter | None = None
+        self.steps = 0
+
+
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
+_single = _Calls()
+
+
+def clip_grad_norm_(
+    source: Source,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pipeline_group: dist.ProcessGroup | None = None,
+    owned: Sequence[str] | dict[str, dist.ProcessGroup] = (),
+    tied: Sequence[str | tuple[str, ...]] = (),
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Clip the gradients of the whole model, over all ranks, to a norm of at most `max_norm`; in place.
+
+    Takes the place of `torch.nn.utils.clip_grad_norm_` (torch/nn/utils/clip_grad.py). Gradients are multiplied by
+    min(1, max_norm / (norm + 1e-6)), and not touched at all when that is 1 or when one of them is nonfinite.
+
+    Args:
+        source: a module (best), a list of modules, parameters, or (name, parameter) pairs.
+        max_norm: the limit, > 0; inf only measures.
+        norm_type: p of the p-norm, > 0 or inf.
+        error_if_nonfinite: raise on every rank, with names, where a gradient is nan or inf.
+        foreach: accepted so that calls written for torch fit; distclip chooses by itself.
+        pipeline_group: the group of the pipeline's stages; each rank's parameters are then its stage's.
+        owned: patterns of parameters that this rank alone has, or pattern -> group over which copies are the same.
+        tied: parameters held by several stages together, counted once.
+        group: the ranks that train this model; all of them by default.
+
+    Returns:
+        The norm before clipping: a plain tensor of shape [] and float64, the same on every rank; nan if any element
+        is nan, else inf if any is inf.
+
+    Raises:
+        ConfigError, TypeError: a bad argument, or other arguments on other ranks.
+        LayoutError: it is not clear who holds what, or the last backward did not synchronise.
+        NonfiniteGradientError: see `error_if_nonfinite`.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> clip_grad_norm_(model, max_norm=1.0).item()
+        5.0
+        >>> round(get_total_norm(model).item(), 5)
+        1.0
+    """
+    declaration = Declaration(owned=owned, tied=tied, pipeline_group=pipeline_group)
+    return _call(source, lambda: check_max_norm(max_norm), norm_type, error_if_nonfinite, declaration, group)
+
+
+def get_total_norm(
+    source: Source,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pipeline_group: dist.ProcessGroup | None = None,
+    owned: Sequence[str] | dict[str, dist.ProcessGroup] = (),
+    tied: Sequence[str | tuple[str, ...]] = (),
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The norm of the gradients of the whole model over all ranks. Reads only, never writes.
+
+    Arguments, result and errors are those of `clip_grad_norm_`. Unlike `torch.nn.utils.get_total_norm` it takes
+    parameters, not gradients: a gradient alone does not say who else holds it.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer(torch.ones(1, 1)).sum().backward()
+        >>> round(get_total_norm(layer).item(), 6)
+        1.414214
+    """
+    declaration = Declaration(owned=owned, tied=tied, pipeline_group=pipeline_group)
+    return _call(source, lambda: None, norm_type, error_if_nonfinite, declaration, group)
+
+
+@torch.no_grad()
+def _call(
+    source: Source,
+    limit_of: Callable[[], float | None],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    declaration: Declaration,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    started = time.perf_counter()
+    group = resolve(group)
+    calls = _single if group is None else _calls.setdefault(group, _Calls())
+    problem: Exception | None = None
+    limit, p, key = None, 2.0, None
+    items: list[Any] = []
+    tensors: list[Any] = []
+    try:
+        limit, p = limit_of(), check_norm_type(norm_type)
+        items = items_of(source)
+        tensors = tensors_of(items)
+        key = (tuple(map(id, tensors)), repr(declaration))
+    except (DistclipError, TypeError) as error:
+        problem = error
+
+    def make_plan(trouble: Exception | None) -> Plan:
+        plan = build_plan(items, group, declaration=declaration, problem=trouble)
+        calls.plans[key] = plan
+        while len(calls.plans) > _KEPT_PLANS:
+            calls.plans.popitem(last=False)
+        return plan
+
+    plan = calls.plans.get(key)
+    if plan is not None:
+        calls.plans.move_to_end(key)
+    elif not calls.plans:
+        # The first plan of this group on any rank, since plans are made by all together: name who is missing.
+        wait_for_all(group, "distclip's first call")
+    device = packet_device(group, tensors)
+    found = survey(
+        plan,
+        make_plan,
+        groups=1,
+        group=group,
+        device=device,
+        norm_type=p,
+        arguments={"max_norm": repr(limit), "norm_type": repr(p), "error_if_nonfinite": repr(bool(error_if_nonfinite))},
+        problem=problem,
+    )
+    decision = decide_fixed(found.norms, found.nan, found.inf, [None], limit, p)
+    culprits = find_culprits(found.plan, found.gradients) if decision.nonfinite else ()
+    if limit is not None and not decision.nonfinite:
+        factor = decision.coefficients[0] if device.type == "cuda" else float(decision.coefficients[0])
+        for bucket in found.plan.buckets:
+            scale_(found.gradients.of(bucket), factor)
+    calls.steps += 1
+    report = StepReport(
+        step=calls.steps,
+        total_norm=decision.total_norm,
+        clip_coefficient=decision.coefficients[-1],
+        clipped=decision.clipped,
+        loss_scale=None,
+        param_groups={"default": GroupReport(decision.norms[0], decision.coefficients[0], found.nan[0], found.inf[0])},
+        _nonfinite=decision.nonfinite,
+        _steps_anyway=True,
+        _no_gradients=not found.any_gradient,
+    )
+    if calls.reporter is None:
+        calls.reporter = Reporter(process_sink(), "fixed", "propagate", p, has_optimizer=False)
+    calls.reporter.record(found, Outcome(report, limit, 1.0, culprits, None, None, time.perf_counter() - started))
+    if error_if_nonfinite and decision.nonfinite:
+        raise NonfiniteGradientError(
+            f"the total norm of the gradients is {float(decision.total_norm)}: {describe(culprits)}"
+        )
+    return decision.total_norm

@@ -1,0 +1,200 @@
+"""Make a plan: from the parameters of all ranks to who owns which elements.
+
+Collective over the run's group: every rank must come here, with whatever it has, even nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from distclip.errors import DistclipError
+from distclip.plan import ddp
+from distclip.plan.collectives import packet_device, wait_for_all
+from distclip.plan.dtensor import dtensor_layout, local_of
+from distclip.plan.fingerprint import structure_of
+from distclip.plan.fsdp1 import fsdp1_layout
+from distclip.plan.handshake import LayoutClass, Member, holders_of
+from distclip.plan.layout import Layout
+from distclip.plan.plan import Bucket, Entry, Plan
+from distclip.plan.sources import Found, modules_of, walk
+
+DEFAULT_GROUP = "default"
+"""Name of the param group of everything that no other claims."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What the user says about layouts that no mesh shows; equal in effect for functions and the clipper."""
+
+    owned: Sequence[str] | dict[str, dist.ProcessGroup] = ()
+    """Patterns of parameters that only this rank has, or pattern -> group over which the copies are the same."""
+    tied: Sequence[str | tuple[str, ...]] = ()
+    """Parameters that several pipeline stages hold together."""
+    pipeline_group: dist.ProcessGroup | None = None
+    param_groups: tuple[str, ...] = ()
+    """Names of the param groups besides "default", in the order of their limits."""
+    assign: Callable[[str], str] | None = field(default=None)
+    """Parameter name -> param group; everything is "default" without it."""
+
+    def problem(self) -> None:
+        """Raise TypeError for arguments of the wrong kind."""
+        if isinstance(self.owned, str) or isinstance(self.tied, str):
+            raise TypeError("owned= and tied= take a list of patterns or names, not a string: write ['experts.*']")
+
+
+def build_plan(
+    items: list[Any],
+    group: dist.ProcessGroup | None,
+    *,
+    declaration: Declaration | None = None,
+    problem: Exception | None = None,
+    arguments: dict[str, str] | None = None,
+) -> Plan:
+    """Agree with all ranks of `group` on who holds which gradient of a source, given as `sources.items_of(source)`.
+
+    `problem` is an error that this rank met before (a bad argument); it is raised by every rank. `arguments` are
+    those that must be alike on all ranks, as text. Raises what the handshake raises.
+
+    Example (a single process):
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> [entry.name for entry in build_plan([layer], None).entries]
+        ['weight', 'bias']
+    """
+    declaration = declaration or Declaration()
+    wait_for_all(group, "distclip's plan")
+    found: list[Found] = []
+    classes: list[LayoutClass] = []
+    members: list[list[int]] = []
+    if problem is None:
+        try:
+            declaration.problem()
+            found = walk(items)
+            classes, members = _classes(found, declaration)
+        except (DistclipError, TypeError) as error:
+            problem = error
+    holders, table = holders_of(classes, problem, arguments or {}, group)
+
+    rank = dist.get_rank(group) if group is not None else 0
+    names = (*declaration.param_groups, DEFAULT_GROUP)
+    holders_by_entry: dict[int, tuple[int, ...]] = {}
+    layout_by_entry: dict[int, Layout] = {}
+    for item, indices, ranks in zip(classes, members, holders, strict=True):
+        for index in indices:
+            holders_by_entry[index] = ranks
+            layout_by_entry[index] = item.layout
+    entries = [
+        Entry(
+            name=item.name,
+            parameter=weakref.ref(item.parameter),
+            layout=layout_by_entry[index],
+            param_group=names.index(declaration.assign(item.name)) if declaration.assign else len(names) - 1,
+            holders=holders_by_entry[index],
+            local_numel=_local(item.parameter).numel(),
+            placements=_placements(item.parameter),
+            weight=1.0 + (structure_of(item.name) & 0xFFFFF) / 2.0**20,
+        )
+        for index, item in enumerate(found)
+    ]
+    by_bucket: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        by_bucket[entry.param_group, entry.owned_by(rank), len(entry.holders)].append(index)
+    wrappers = {id(item.ddp): item.ddp for item in found if item.ddp is not None}
+    for wrapper in wrappers.values():
+        ddp.watch(wrapper)
+    return Plan(
+        entries=tuple(entries),
+        buckets=tuple(Bucket(*key, entries=tuple(indices)) for key, indices in sorted(by_bucket.items())),
+        param_groups=names,
+        group=group,
+        rank=rank,
+        world_size=table.shape[0],
+        device=packet_device(group, [item.parameter for item in found]),
+        classes=tuple(tuple(indices) for indices in members),
+        class_table=table,
+        ddp=tuple(weakref.ref(wrapper) for wrapper in wrappers.values()),
+        roots=tuple(weakref.ref(module) for module in modules_of(items)),
+        frozen=tuple(weakref.ref(item.parameter) for item in found if not item.parameter.requires_grad),
+    )
+
+
+def _classes(found: Sequence[Found], declaration: Declaration) -> tuple[list[LayoutClass], list[list[int]]]:
+    """Group parameters by layout; return the classes and for each the indices of its parameters."""
+    stage = None if declaration.pipeline_group is None else dist.get_rank(declaration.pipeline_group)
+    aliases = {
+        alias: (item if isinstance(item, str) else item[0])
+        for item in declaration.tied
+        for alias in ([item] if isinstance(item, str) else item)
+    }
+    by_layout: dict[Layout, list[int]] = defaultdict(list)
+    names = []
+    for index, item in enumerate(found):
+        layout = _layout_of(item)
+        if item.name in aliases:
+            # One parameter on several stages: its copies find each other by name and content, not by stage.
+            layout = Layout(layout.kind, layout.scheme, f"{layout.where} tied", ("tied", *layout.identity))
+        elif (owner := _owner_of(item.name, declaration.owned)) is not None:
+            layout = Layout("owned", layout.scheme, layout.where, ("owned", owner, *layout.identity))
+        elif stage is not None:
+            layout = Layout(layout.kind, layout.scheme, f"stage {stage}", ("stage", stage, *layout.identity))
+        names.append(aliases.get(item.name, item.name))
+        by_layout[layout].append(index)
+    classes = [
+        LayoutClass(
+            layout,
+            tuple(
+                Member(
+                    names[index],
+                    tuple(found[index].parameter.shape),
+                    str(found[index].parameter.dtype).removeprefix("torch."),
+                    _local(found[index].parameter),
+                )
+                for index in indices
+            ),
+        )
+        for layout, indices in by_layout.items()
+    ]
+    return classes, list(by_layout.values())
+
+
+def _layout_of(item: Found) -> Layout:
+    parameter = item.parameter
+    if isinstance(parameter, DTensor):
+        placements = _placements(parameter)
+        assert placements is not None
+        return dtensor_layout(parameter, placements)
+    if item.fsdp1 is not None:
+        return fsdp1_layout(item.fsdp1)
+    scheme = "ddp" if item.ddp is not None else "plain"
+    return Layout(kind="replicated", scheme=scheme, where="whole tensor", identity=(), everywhere=True)
+
+
+def _placements(parameter: Tensor) -> tuple[Placement, ...] | None:
+    """Those of the gradient where there is one: they can differ from the parameter's."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return parameter.grad.placements if isinstance(parameter.grad, DTensor) else parameter.placements
+
+
+def _owner_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) -> int | None:
+    """The lowest rank of those that hold copies, where `name` is declared owned."""
+    for pattern in owned:
+        if fnmatchcase(name, pattern):
+            if isinstance(owned, dict):
+                return min(dist.get_process_group_ranks(owned[pattern]))
+            return dist.get_rank() if dist.is_initialized() else 0
+    return None
+
+
+def _local(parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        return local_of(parameter)

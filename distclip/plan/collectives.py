@@ -1,0 +1,146 @@
+"""The collectives of planning and of errors: few, small, and never on the hot path of a step.
+
+Every function here is reached by all ranks of the group alike. Without a process group each is the identity.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from distclip.errors import AgreementError
+
+ARRIVAL_SECONDS = 300.0
+"""How long a rank waits for the others to come to a plan before it names those that did not."""
+
+_arrivals: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How often this process came to a plan of a group; all its ranks have come as often."""
+
+
+def packet_device(group: dist.ProcessGroup | None, tensors: Sequence[Tensor] = ()) -> torch.device:
+    """The device whose tensors the group's backend reduces; in a single process that of the tensors.
+
+    With a group it must not depend on what this rank happens to hold.
+    """
+    if group is None:
+        return tensors[0].device if tensors and isinstance(tensors[0], Tensor) else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    )
+
+
+def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`group`, else the world of an initialised `torch.distributed`, else None for a single process."""
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+def wait_for_all(group: dist.ProcessGroup | None, what: str) -> None:
+    """Return when every rank of the group has come here; after `ARRIVAL_SECONDS` name those that have not.
+
+    A plain collective would hang until the process group's timeout and then name nobody. The store is asked instead:
+    one counter, and one key per rank that is only looked at when somebody is missing.
+
+    Private name: `_get_default_store` (torch.distributed.distributed_c10d, torch 1.9 to 2.13); where it is gone, the
+    collective that follows waits alone.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get_store is None:
+        return
+    store = get_store()
+    size = dist.get_world_size(group)
+    # A restart that shares its agent's store meets the keys of the attempt before; they only make this wait shorter.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    turn = _arrivals[group] = _arrivals.get(group, 0) + 1
+    base = f"distclip/{attempt}/{group.group_name}/{turn}"
+    store.set(f"{base}/{dist.get_rank(group)}", "here")
+    if store.add(f"{base}/count", 1) >= size:
+        store.set(f"{base}/all", "here")
+        return
+    try:
+        store.wait([f"{base}/all"], timedelta(seconds=ARRIVAL_SECONDS))
+    except RuntimeError as error:  # DistStoreError; DistNetworkError when rank 0 and with it the store is gone
+        missing = [rank for rank in range(size) if not _is_set(store, f"{base}/{rank}")]
+        raise AgreementError(
+            f"{what}: {_ranks(missing)} of {size} did not come within {ARRIVAL_SECONDS:.0f} s. Every rank of the group "
+            "must reach this call; pass group= for a subset of the ranks"
+        ) from error
+
+
+def _is_set(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """All ranks' rows of int64, shape [world size, len(values)], on the CPU. Rows must be equally long."""
+    row = torch.tensor(list(values), dtype=torch.int64)
+    return _gather(row, group)
+
+
+def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> Tensor:
+    """All ranks' rows of float64, shape [world size, len(values)], on the CPU. Rows must be equally long."""
+    return _gather(torch.tensor(list(values), dtype=torch.float64), group)
+
+
+def _gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return row.unsqueeze(0)
+    row = row.to(packet_device(group))
+    table = row.new_empty(dist.get_world_size(group), row.numel())
+    if row.numel():
+        # not all_gather_into_tensor, which torch 2.13 renames
+        dist.all_gather(list(table.unbind(0)), row, group=group)
+    return table.cpu()
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """All ranks' values, pickled: only where an error is about to be raised."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """The value of rank `source` of the group, pickled, on every rank."""
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
+    return box[0]
+
+
+def raise_together(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise the same error on every rank if any rank has a `problem`: that of the lowest such rank.
+
+    Type and text are those of that rank, which is named where there are several ranks.
+    """
+    problems = gather_objects(None if problem is None else (type(problem), str(problem)), group)
+    if problem is not None and all(item == problems[0] for item in problems):
+        raise problem
+    told = [rank for rank, item in enumerate(problems) if item is not None]
+    if told:
+        kind, text = problems[told[0]]
+        raise kind(f"{text} (on {_ranks(told)} of {len(problems)})")

@@ -1,0 +1,103 @@
+"""Take the local gradients of a plan, in a step: no copy, no collective, no wait.
+
+Whatever is wrong here is not raised but returned: the rank still takes part in the packet, and all ranks learn of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distclip.errors import DistclipError, LayoutError
+from distclip.plan import ddp
+from distclip.plan.dtensor import fsdp2_synchronises, local_of
+from distclip.plan.fsdp1 import is_unsynchronised
+from distclip.plan.plan import Bucket, Plan
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The local gradients of one step on one rank."""
+
+    local: list[Tensor | None]
+    """For every entry of the plan its local gradient, or None."""
+    present: float
+    """Sum of the weights of entries that this rank owns and that have a gradient."""
+    present_share: float
+    """Sum of (weight / holders) over all entries of this rank that have a gradient; equals `present` over all ranks
+    unless a replicated gradient is missing on some of its holders only."""
+    elements: int
+    """Elements of gradients that this rank owns."""
+    missing: int
+    """Entries without a gradient on this rank."""
+    stale: bool
+    """Whether the plan no longer fits and all ranks must plan again."""
+    problem: DistclipError | None
+    """What this rank must tell the others before anyone goes on."""
+
+    def of(self, bucket: Bucket) -> list[Tensor]:
+        """The gradients of a bucket that exist."""
+        local = self.local
+        return [gradient for index in bucket.entries if (gradient := local[index]) is not None]
+
+
+@torch.no_grad()
+def take(plan: Plan) -> Gradients:
+    """Read `.grad` of every parameter of the plan."""
+    local: list[Tensor | None] = []
+    present = present_share = 0.0
+    elements = missing = 0
+    stale = False
+    problem: DistclipError | None = None
+    rank = plan.rank
+    for entry in plan.entries:
+        parameter = entry.parameter()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            stale = stale or parameter is None
+            missing += 1
+            local.append(None)
+            continue
+        assert parameter is not None
+        if isinstance(gradient, DTensor):
+            if gradient.placements != entry.placements:
+                stale = True
+            gradient = local_of(gradient)
+        elif entry.placements is not None:
+            problem = problem or LayoutError(
+                f"gradient of {entry.name!r} is a plain tensor although the parameter is a DTensor: assign a DTensor "
+                "with the parameter's mesh, or use FSDP2's own backward"
+            )
+        elif entry.layout.scheme == "fsdp1" and is_unsynchronised(parameter, gradient):
+            problem = problem or _unsynchronised("FSDP1's no_sync()")
+        local.append(gradient)
+        present_share += entry.weight / len(entry.holders)
+        if entry.holders[0] == rank:
+            present += entry.weight
+            elements += entry.local_numel
+    if any(parameter.requires_grad for reference in plan.frozen if (parameter := reference()) is not None):
+        stale = True  # a parameter that was frozen when the plan was made wants a gradient now
+    return Gradients(local, present, present_share, elements, missing, stale, problem or _backward_problem(plan))
+
+
+def _backward_problem(plan: Plan) -> DistclipError | None:
+    """An error if the wrappers say that the last backward did not reduce gradients."""
+    for reference in plan.ddp:
+        module = reference()
+        if module is not None and not ddp.synchronised(module):
+            return _unsynchronised("DistributedDataParallel.no_sync()")
+    for root in plan.roots:
+        unit = root()
+        if unit is not None and "dtensor" in plan.strategy and not fsdp2_synchronises(unit):
+            return _unsynchronised("FSDP2's set_requires_gradient_sync(False)")
+    return None
+
+
+def _unsynchronised(how: str) -> LayoutError:
+    return LayoutError(
+        f"gradients are not synchronised: the last backward ran under {how}. Clip only after the backward of the last "
+        "micro-batch, which synchronises"
+    )

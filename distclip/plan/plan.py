@@ -1,0 +1,112 @@
+"""The plan itself: entries, buckets, and the table a person can read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+from torch.nn.parallel import DistributedDataParallel
+
+from distclip.measure import RangeCache
+from distclip.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter as this rank sees it, and who else holds the same elements."""
+
+    name: str
+    parameter: weakref.ReferenceType[Tensor]
+    layout: Layout
+    param_group: int
+    """Index into `Plan.param_groups`."""
+    holders: tuple[int, ...]
+    """Ranks (of the run's group) that hold the same elements, ascending; the first is the owner."""
+    local_numel: int
+    placements: tuple[Placement, ...] | None
+    """Placements its gradient is expected to have, for a DTensor."""
+    weight: float
+    """A number in [1, 2) made of the name: marks this entry in sums that show on which ranks it has a gradient."""
+
+    def owned_by(self, rank: int) -> bool:
+        """Whether `rank` contributes these elements to sums over ranks."""
+        return self.holders[0] == rank
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Entries that are measured as one: same param group, same owner, as many holders."""
+
+    param_group: int
+    owner: bool
+    holders: int
+    entries: tuple[int, ...]
+    """Indices into `Plan.entries`."""
+    cache: RangeCache = field(default_factory=RangeCache, compare=False)
+
+
+@dataclass
+class Plan:
+    """What all ranks agreed about the gradients. Made by `build_plan`; do not make one by hand."""
+
+    entries: tuple[Entry, ...]
+    buckets: tuple[Bucket, ...]
+    param_groups: tuple[str, ...]
+    """Names of the param groups, in the order of the packet's slots; the last is "default"."""
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    device: torch.device
+    """Where the packet lives: the device that the process group's backend can reduce."""
+    classes: tuple[tuple[int, ...], ...]
+    """For every layout class of this rank its entries, as indices."""
+    class_table: Tensor
+    """Identities of the layout classes of all ranks, int64 on the CPU, shape [world size, most classes on a rank],
+    padded with 0: equal numbers mean equal elements."""
+    ddp: tuple[weakref.ReferenceType[DistributedDataParallel], ...] = ()
+    roots: tuple[weakref.ReferenceType[nn.Module], ...] = ()
+    frozen: tuple[weakref.ReferenceType[Tensor], ...] = ()
+    """Parameters that did not want a gradient when the plan was made."""
+    verified: bool = False
+    """Whether gradients of replicas were found alike at a first measurement with finite, nonzero norm."""
+
+    @property
+    def strategy(self) -> str:
+        """The layouts in use, such as "ddp" or "fsdp1+plain"."""
+        return "+".join(sorted({entry.layout.scheme for entry in self.entries})) or "empty"
+
+    def explain(self) -> str:
+        """The plan as a table: parameter, layout, ranks, param group, holders."""
+        rows = [("parameter", "layout", "where", "local elements", "param group", "holders")]
+        rows += [
+            (
+                entry.name,
+                entry.layout.kind,
+                entry.layout.where,
+                f"{entry.local_numel:,}",
+                self.param_groups[entry.param_group],
+                _ranks(entry.holders, self.world_size),
+            )
+            for entry in self.entries
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        total = sum(entry.local_numel for entry in self.entries)
+        lines.append(
+            f"rank {self.rank} of {self.world_size}: {len(self.entries)} parameters, {total:,} local elements, "
+            f"layout {self.strategy}"
+        )
+        return "\n".join(lines)
+
+
+def _ranks(holders: Sequence[int], world_size: int) -> str:
+    if len(holders) == world_size:
+        return "all ranks" if world_size > 1 else "rank 0"
+    shown = ", ".join(str(rank) for rank in holders[:4])
+    return f"{'rank' if len(holders) == 1 else 'ranks'} {shown}{', ...' if len(holders) > 4 else ''}"

@@ -1,0 +1,229 @@
+"""The functions in a single process: figures, bad input, and that reading leaves every bit as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distclip
+
+
+def _parameter(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient.clone()
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "wanted"), [(1.0, 7.0), (2.0, 5.0), (3.0, 91 ** (1 / 3)), (math.inf, 4.0), ("inf", 4.0)]
+)
+def test_norm_types(norm_type: Any, wanted: float) -> None:
+    parameters = [_parameter(torch.tensor([3.0])), _parameter(torch.tensor([[-4.0]]))]
+    assert distclip.get_total_norm(parameters, norm_type).item() == pytest.approx(wanted, rel=1e-7)
+
+
+def test_the_result_is_a_plain_float64_scalar() -> None:
+    norm = distclip.clip_grad_norm_(_parameter(torch.tensor([3.0, 4.0])), 1.0)
+    assert type(norm) is Tensor
+    assert norm.dtype == torch.float64
+    assert norm.shape == ()
+    assert not norm.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("gradient", "norm"),
+    [([math.inf, 1.0], math.inf), ([math.nan, 1.0], math.nan), ([math.nan, math.inf], math.nan), ([3e38, 3e38], None)],
+)
+@pytest.mark.parametrize("limit", [None, math.inf])
+def test_measuring_writes_nothing(gradient: list[float], norm: float | None, limit: float | None) -> None:
+    parameter = _parameter(torch.tensor(gradient))
+    before = parameter.grad.numpy().tobytes()  # type: ignore[union-attr]
+    said = distclip.get_total_norm(parameter) if limit is None else distclip.clip_grad_norm_(parameter, limit)
+    assert parameter.grad.numpy().tobytes() == before  # type: ignore[union-attr]
+    assert said.item() == pytest.approx(3e38 * 2**0.5 if norm is None else norm, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_gradients_are_left_untouched(value: float) -> None:
+    parameter = _parameter(torch.tensor([value, 30.0]))
+    distclip.clip_grad_norm_(parameter, 1.0)
+    assert parameter.grad is not None
+    assert parameter.grad[1] == 30.0
+
+
+def test_error_if_nonfinite_names_the_parameter() -> None:
+    layer = nn.Linear(2, 1)
+    layer.weight.grad = torch.tensor([[math.nan, 1.0]])
+    layer.bias.grad = torch.ones(1)
+    with pytest.raises(distclip.NonfiniteGradientError, match=r"rank 0: 'weight' has 1 nan"):
+        distclip.clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+
+
+def test_a_repeated_or_tied_parameter_counts_once() -> None:
+    parameter = _parameter(torch.tensor([3.0, 4.0]))
+    assert distclip.clip_grad_norm_([parameter, parameter], 1.0).item() == 5.0
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_names_and_sources_are_interchangeable() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    wanted = distclip.get_total_norm(model).item()
+    for source in (model.parameters(), list(model.parameters()), model.named_parameters(), [model[0], model[1]]):
+        assert distclip.get_total_norm(source).item() == wanted
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.0, math.nan])
+def test_bad_max_norm(max_norm: float) -> None:
+    with pytest.raises(distclip.ConfigError, match="max_norm must be > 0"):
+        distclip.clip_grad_norm_(_parameter(torch.ones(1)), max_norm)
+    with pytest.raises(distclip.ConfigError, match="max_norm must be > 0"):
+        distclip.GradientClipper([_parameter(torch.ones(1))], max_norm=max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [0, -2.0, math.nan, -math.inf])
+def test_bad_norm_type(norm_type: float) -> None:
+    with pytest.raises(distclip.ConfigError, match="norm_type must be > 0 or inf"):
+        distclip.get_total_norm(_parameter(torch.ones(1)), norm_type)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (
+            {"nonfinite": "ignore"},
+            distclip.ConfigError,
+            "nonfinite must be one of 'skip', 'raise', 'zero', 'propagate'",
+        ),
+        ({"max_norm": "big"}, TypeError, "max_norm must be a number"),
+        ({"max_consecutive_skips": -1}, distclip.ConfigError, "max_consecutive_skips must be a whole number"),
+        ({"optimizer": "sgd"}, TypeError, r"optimizer must be a torch\.optim\.Optimizer"),
+        ({"scaler": object()}, distclip.ConfigError, r"scaler must be a torch\.amp\.GradScaler"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, distclip.ConfigError, "scaler= needs the optimizer"),
+        ({"telemetry": "prometheus"}, distclip.ConfigError, "telemetry must be 'auto', None or a Sink"),
+        ({"owned": "experts.*"}, TypeError, "take a list of patterns"),
+    ],
+)
+def test_bad_clipper_arguments(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        distclip.GradientClipper(nn.Linear(1, 1), **arguments)
+
+
+def test_lbfgs_is_refused() -> None:
+    layer = nn.Linear(1, 1)
+    with pytest.raises(distclip.ConfigError, match="LBFGS"):
+        distclip.GradientClipper(layer, torch.optim.LBFGS(layer.parameters()))
+
+
+def test_an_optimizer_with_foreign_parameters_is_refused_under_a_scaler() -> None:
+    layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*layer.parameters(), *other.parameters()])
+    with pytest.raises(distclip.ConfigError, match="holds 2 parameters that the source does not have"):
+        distclip.GradientClipper(layer, optimizer, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_step_without_optimizer_says_what_to_do() -> None:
+    clipper = distclip.GradientClipper([_parameter(torch.ones(1))])
+    with pytest.raises(distclip.ConfigError, match=r"step\(\) needs the optimizer"):
+        clipper.step()
+
+
+def test_gradients_passed_for_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    with pytest.raises(distclip.ConfigError, match="probably a gradient"):
+        distclip.clip_grad_norm_(gradients, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", [3, ["weight"], [nn.Linear(1, 1), 3], {"a": 1}])
+def test_a_source_of_another_kind(source: Any) -> None:
+    with pytest.raises(TypeError, match=r"pass a module|must be a module"):
+        distclip.get_total_norm(source)
+
+
+def test_an_empty_source_is_an_error() -> None:
+    with pytest.raises(distclip.ConfigError, match="no parameters on any rank"):
+        distclip.get_total_norm([])
+
+
+def test_plans_are_cached_by_the_identity_of_the_parameters() -> None:
+    first, second = _parameter(torch.tensor([3.0])), _parameter(torch.tensor([4.0]))
+    for _ in range(2):
+        assert distclip.get_total_norm([first]).item() == 3.0
+        assert distclip.get_total_norm([first, second]).item() == 5.0
+    second.grad = None
+    assert distclip.get_total_norm([first, second]).item() == 3.0
+
+
+def test_a_parameter_that_is_unfrozen_later_counts() -> None:
+    layer = nn.Linear(1, 1)
+    layer.bias.requires_grad_(False)
+    layer.weight.grad = torch.tensor([[3.0]])
+    clipper = distclip.GradientClipper(layer)
+    assert clipper.measure().total_norm.item() == 3.0
+    layer.bias.requires_grad_(True)
+    layer.bias.grad = torch.tensor([4.0])
+    assert clipper.measure().total_norm.item() == 5.0
+
+
+def test_explain_is_a_table() -> None:
+    text = distclip.GradientClipper(nn.Sequential(nn.Linear(3, 2))).explain()
+    assert text.splitlines()[0].split() == [
+        "parameter",
+        "layout",
+        "where",
+        "local",
+        "elements",
+        "param",
+        "group",
+        "holders",
+    ]
+    assert "0.weight" in text
+    assert "rank 0 of 1: 2 parameters, 8 local elements, layout plain" in text
+
+
+def test_a_step_on_a_laptop() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    clipper = distclip.GradientClipper(layer, optimizer, max_norm=1.0)
+    layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    report = clipper.step()
+    host = report.host()
+    assert host.total_norm == 5.0
+    assert host.clip_coefficient == pytest.approx(0.2, rel=1e-6)
+    assert (host.step, host.clipped, host.stepped, host.skip_reason) == (1, True, True, None)
+    assert layer.weight.tolist()[0] == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+def test_grad_multiplier_comes_before_the_norm() -> None:
+    parameter = _parameter(torch.tensor([30.0, 40.0]))
+    report = distclip.GradientClipper([parameter], max_norm=1.0).clip_(grad_multiplier=0.1)
+    assert report.total_norm.item() == pytest.approx(5.0)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_state_survives() -> None:
+    parameter = _parameter(torch.tensor([math.nan]))
+    clipper = distclip.GradientClipper([parameter])
+    clipper.clip_()
+    other = distclip.GradientClipper([parameter])
+    other.load_state_dict(clipper.state_dict())
+    assert other.clip_().step == 2
+    assert other.state_dict() == {"steps": 2, "consecutive_skips": 2}
+
+
+def test_max_norm_none_only_measures() -> None:
+    parameter = _parameter(torch.tensor([3.0, 4.0]))
+    report = distclip.GradientClipper([parameter], max_norm=None).clip_()
+    assert report.total_norm.item() == 5.0
+    assert report.clip_coefficient.item() == 1.0
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [3.0, 4.0]
