@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from distclip.errors import DistclipError
 from distclip.plan import ddp
 from distclip.plan.collectives import packet_device, wait_for_all
-from distclip.plan.dtensor import dtensor_layout, local_of
+from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
 from distclip.plan.handshake import LayoutClass, Member, holders_of
@@ -122,7 +122,7 @@ def build_plan(
         classes=tuple(tuple(indices) for indices in members),
         class_table=table,
         ddp=tuple(weakref.ref(wrapper) for wrapper in wrappers.values()),
-        roots=tuple(weakref.ref(module) for module in modules_of(items)),
+        fsdp2=tuple(weakref.ref(unit) for unit in fsdp2_units(modules_of(items))),
         frozen=tuple(weakref.ref(item.parameter) for item in found if not item.parameter.requires_grad),
     )
 

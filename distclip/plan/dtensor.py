@@ -11,6 +11,8 @@ before), whose `reduce_grads` says whether the next backward synchronises. Witho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -51,16 +53,16 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fsdp2_synchronises(module: nn.Module) -> bool:
-    """Whether every FSDP2 unit in `module` is set to reduce gradients in backward."""
-    for unit in module.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        if any(group is not None and not getattr(group, "reduce_grads", True) for group in groups):
-            return False
-    return True
+def fsdp2_units(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """The FSDP2 units in these modules."""
+    return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def synchronises(unit: FSDPModule) -> bool:
+    """Whether an FSDP2 unit is set to reduce gradients in backward."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return all(group is None or getattr(group, "reduce_grads", True) for group in groups)
 
 
 def _short(placement: Placement) -> str:

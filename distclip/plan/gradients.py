@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distclip.errors import DistclipError, LayoutError
 from distclip.plan import ddp
-from distclip.plan.dtensor import fsdp2_synchronises, local_of
+from distclip.plan.dtensor import local_of, synchronises
 from distclip.plan.fsdp1 import is_unsynchronised
 from distclip.plan.plan import Bucket, Plan
 
@@ -46,41 +46,42 @@ class Gradients:
 
 @torch.no_grad()
 def take(plan: Plan) -> Gradients:
-    """Read `.grad` of every parameter of the plan."""
-    local: list[Tensor | None] = []
-    present = present_share = 0.0
-    elements = missing = 0
+    """Read `.grad` of every parameter of the plan.
+
+    Runs in every step over thousands of parameters, so what is the same for all is done by built-in functions and only
+    what needs a look (DTensor, FSDP1, missing) goes one by one.
+    """
+    parameters = [reference() for reference in plan.parameters]
+    local = [None if parameter is None else parameter.grad for parameter in parameters]
+    problem = _backward_problem(plan)
     stale = False
-    problem: DistclipError | None = None
-    rank = plan.rank
-    for entry in plan.entries:
-        parameter = entry.parameter()
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            stale = stale or parameter is None
-            missing += 1
-            local.append(None)
-            continue
-        assert parameter is not None
-        if isinstance(gradient, DTensor):
-            if gradient.placements != entry.placements:
-                stale = True
-            gradient = local_of(gradient)
-        elif entry.placements is not None:
-            problem = problem or LayoutError(
-                f"gradient of {entry.name!r} is a plain tensor although the parameter is a DTensor: assign a DTensor "
-                "with the parameter's mesh, or use FSDP2's own backward"
-            )
-        elif entry.layout.scheme == "fsdp1" and is_unsynchronised(parameter, gradient):
+    kinds = set(map(type, local))
+    if DTensor in kinds or plan.distributed:
+        for index, gradient in enumerate(local):
+            if gradient is None:
+                continue
+            entry = plan.entries[index]
+            if not isinstance(gradient, DTensor):
+                problem = problem or (_plain_gradient(entry.name) if entry.placements is not None else None)
+                continue
+            stale = stale or gradient.placements != entry.placements
+            local[index] = local_of(gradient)
+    for index in plan.flattened:
+        gradient, parameter = local[index], parameters[index]
+        if gradient is not None and parameter is not None and is_unsynchronised(parameter, gradient):
             problem = problem or _unsynchronised("FSDP1's no_sync()")
-        local.append(gradient)
-        present_share += entry.weight / len(entry.holders)
-        if entry.holders[0] == rank:
-            present += entry.weight
-            elements += entry.local_numel
+    present, present_share, elements = plan.present, plan.present_share, plan.elements
+    missing = [index for index, gradient in enumerate(local) if gradient is None] if type(None) in kinds else []
+    for index in missing:
+        entry = plan.entries[index]
+        stale = stale or parameters[index] is None
+        present_share -= entry.weight / len(entry.holders)
+        if entry.owned_by(plan.rank):
+            present -= entry.weight
+            elements -= entry.local_numel
     if any(parameter.requires_grad for reference in plan.frozen if (parameter := reference()) is not None):
         stale = True  # a parameter that was frozen when the plan was made wants a gradient now
-    return Gradients(local, present, present_share, elements, missing, stale, problem or _backward_problem(plan))
+    return Gradients(local, present, present_share, elements, len(missing), stale, problem)
 
 
 def _backward_problem(plan: Plan) -> DistclipError | None:
@@ -89,11 +90,18 @@ def _backward_problem(plan: Plan) -> DistclipError | None:
         module = reference()
         if module is not None and not ddp.synchronised(module):
             return _unsynchronised("DistributedDataParallel.no_sync()")
-    for root in plan.roots:
-        unit = root()
-        if unit is not None and "dtensor" in plan.strategy and not fsdp2_synchronises(unit):
+    for unit_reference in plan.fsdp2:
+        unit = unit_reference()
+        if unit is not None and not synchronises(unit):
             return _unsynchronised("FSDP2's set_requires_gradient_sync(False)")
     return None
+
+
+def _plain_gradient(name: str) -> LayoutError:
+    return LayoutError(
+        f"gradient of {name!r} is a plain tensor although the parameter is a DTensor: assign a DTensor with the "
+        "parameter's mesh, or leave it to backward"
+    )
 
 
 def _unsynchronised(how: str) -> LayoutError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,11 +71,34 @@ class Plan:
     """Identities of the layout classes of all ranks, int64 on the CPU, shape [world size, most classes on a rank],
     padded with 0: equal numbers mean equal elements."""
     ddp: tuple[weakref.ReferenceType[DistributedDataParallel], ...] = ()
-    roots: tuple[weakref.ReferenceType[nn.Module], ...] = ()
+    fsdp2: tuple[weakref.ReferenceType[FSDPModule], ...] = ()
+    """FSDP2 units, which are asked whether they synchronise."""
     frozen: tuple[weakref.ReferenceType[Tensor], ...] = ()
     """Parameters that did not want a gradient when the plan was made."""
     verified: bool = False
     """Whether gradients of replicas were found alike at a first measurement with finite, nonzero norm."""
+
+    parameters: tuple[weakref.ReferenceType[Tensor], ...] = field(init=False)
+    """The entries' parameters, and below what every step would otherwise add up again."""
+    distributed: bool = field(init=False)
+    """Whether any entry is a DTensor."""
+    flattened: tuple[int, ...] = field(init=False)
+    """Entries that FSDP1 manages."""
+    present: float = field(init=False)
+    """Sum of the weights of the entries that this rank owns."""
+    present_share: float = field(init=False)
+    """Sum of (weight / holders) of all entries of this rank."""
+    elements: int = field(init=False)
+    """Elements that this rank owns."""
+
+    def __post_init__(self) -> None:
+        owned = [entry for entry in self.entries if entry.owned_by(self.rank)]
+        self.parameters = tuple(entry.parameter for entry in self.entries)
+        self.distributed = any(entry.placements is not None for entry in self.entries)
+        self.flattened = tuple(index for index, entry in enumerate(self.entries) if entry.layout.scheme == "fsdp1")
+        self.present = math.fsum(entry.weight for entry in owned)
+        self.present_share = math.fsum(entry.weight / len(entry.holders) for entry in self.entries)
+        self.elements = sum(entry.local_numel for entry in owned)
 
     @property
     def strategy(self) -> str:
