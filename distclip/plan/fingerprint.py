@@ -34,12 +34,11 @@ def content_of(tensor: Tensor) -> int:
         return 0
     flat = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).contiguous().view(-1)
     flat = flat.view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # words must begin at the tensor's first byte, wherever it lies in its storage
     words = flat.numel() // 8 * 8
-    total = 0
-    if flat.storage_offset() % 8 == 0:
-        total = int(flat[:words].view(torch.int64).sum().item())
-        flat = flat[words:]
-    return _signed(total + int(flat.sum(dtype=torch.int64).item()))
+    total = int(flat[:words].view(torch.int64).sum().item()) + int(flat[words:].sum(dtype=torch.int64).item())
+    return _signed(total)
 
 
 def combine(contents: Sequence[int]) -> int:

@@ -106,6 +106,8 @@ def _walk_modules(modules: Iterable[nn.Module]) -> Iterator[Found]:
 
 
 def _walk_parameters(items: list[Any]) -> Iterator[Found]:
+    # DDP's own named_parameters() puts "module." before every name; a child that is called so stands before some.
+    below_ddp = all(isinstance(item, tuple) and str(item[0]).startswith("module.") for item in items)
     for index, item in enumerate(items):
         named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         name, parameter = item if named else (f"parameter[{index}]", item)
@@ -124,11 +126,8 @@ def _walk_parameters(items: list[Any]) -> Iterator[Found]:
                 f"parameter {name!r} belongs to FSDP1, whose parameters do not carry their process group: pass the "
                 "FullyShardedDataParallel module instead of its parameters"
             )
-        yield Found(_clean(name), parameter)
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPER_CHILDREN)
+        name = name.removeprefix("module.") if below_ddp else name
+        yield Found(".".join(part for part in name.split(".") if part not in _WRAPPER_CHILDREN), parameter)
 
 
 def _unique(found: Iterable[Found]) -> list[Found]:
