@@ -15,8 +15,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd) || exit 1
 folder=${1:-$here/.tools}
 packages="prometheus prometheus-alertmanager"
 programs="prometheus promtool alertmanager amtool"
-# The four programs under the names they have in the packages.
-files="usr/bin/prometheus usr/bin/promtool usr/bin/prometheus-alertmanager usr/bin/amtool"
+version=$(cksum <"$0")
 work=
 
 clean_up() {
@@ -32,10 +31,9 @@ give_up() {
     exit 0
 }
 
+# Made whole, and by this version of this script.
 complete() {
-    for program in $programs; do
-        [ -x "$1/bin/$program" ] || return 1
-    done
+    [ "$(cat "$folder/made-by" 2>/dev/null)" = "$version" ]
 }
 
 on_path() {
@@ -45,7 +43,7 @@ on_path() {
     command -v alertmanager >/dev/null || command -v prometheus-alertmanager >/dev/null
 }
 
-complete "$folder" && exit 0
+complete && exit 0
 on_path && exit 0
 for tool in apt-get dpkg-deb; do
     command -v "$tool" >/dev/null || give_up "this system has no $tool"
@@ -74,15 +72,31 @@ apt update
 for package in "$work"/packages/*.deb; do
     dpkg-deb -x "$package" "$work/tools/root" || give_up "cannot unpack $(basename "$package")"
 done
-set -- $files
 for program in $programs; do
-    ln -s "../root/$1" "$work/tools/bin/$program"
-    missing=$(ldd "$work/tools/bin/$program" 2>&1 | grep 'not found')
-    [ -z "$missing" ] || give_up "$program needs a library that is not here:$missing"
-    "$work/tools/bin/$program" --version >/dev/null 2>&1 || give_up "$program does not start"
-    shift
+    ln -s "../root/usr/bin/$program" "$work/tools/bin/$program"
+done
+
+# Debian's Alertmanager reads its templates from a folder that only an installed package has. This one is led to an open
+# directory instead, by a path of the same length; a wrapper opens the directory.
+installed=/usr/share/prometheus/alertmanager
+opened=/proc/self/fd/9///////////////////
+alertmanager=$work/tools/root/usr/bin/prometheus-alertmanager
+LC_ALL=C sed "s|$installed|$opened|g" "$alertmanager" >"$work/alertmanager" || give_up "cannot adapt alertmanager"
+cat "$work/alertmanager" >"$alertmanager"
+rm -f "$work/tools/bin/alertmanager"
+cat >"$work/tools/bin/alertmanager" <<EOF
+#!/bin/sh
+root=\$(CDPATH='' cd -- "\$(dirname -- "\$0")/../root" && pwd) || exit 1
+exec 9<"\$root$installed" "\$root/usr/bin/prometheus-alertmanager" "\$@"
+EOF
+chmod 755 "$work/tools/bin/alertmanager"
+
+for program in $programs; do
+    "$work/tools/bin/$program" --version >"$work/version" 2>&1 ||
+        give_up "$program does not start: $(head -n 1 "$work/version")"
 done
 
 chmod 755 "$work/tools"
+echo "$version" >"$work/tools/made-by"
 # Another `make` may have been quicker, which is as good; what an older version left is replaced.
-complete "$folder" || { rm -rf -- "$folder" && mv -- "$work/tools" "$folder"; } || give_up "cannot write $folder"
+complete || { rm -rf -- "$folder" && mv -- "$work/tools" "$folder"; } || give_up "cannot write $folder"
