@@ -76,7 +76,10 @@ def line_of(step: int, loss: Tensor, report: distclip.StepReport) -> str:
     """One step as a line for people; reads the report's numbers from the device."""
     outcome = "stepped" if report.stepped else f"skipped ({report.skip_reason})"
     norm, coefficient = float(report.total_norm), float(report.clip_coefficient)
-    return f"step {step:>5}  loss {float(loss):9.4f}  norm {norm:10.4g}  coefficient {coefficient:8.4g}  {outcome}"
+    scale = "" if report.loss_scale is None else f"  loss scale {float(report.loss_scale):g}"
+    return (
+        f"step {step:>5}  loss {float(loss):9.4f}  norm {norm:10.4g}  coefficient {coefficient:8.4g}{scale}  {outcome}"
+    )
 
 
 def say(place: Place, line: str) -> None:
