@@ -83,7 +83,11 @@ def test_the_end_is_seen_by_a_scraper(torchrun):
 @pytest.mark.parametrize(("command", "kind"), [("exit 3", "exit"), ("kill -9 $$$$", "signal")])
 def test_a_run_that_fails_says_failed_though_the_agent_succeeded(torchrun, command, kind):
     # torchrun substitutes $$ in the arguments of workers with $
-    job = torchrun("--nproc-per-node=2", "--max-restarts=1", "--no-python", script=["sh", "-c", f"sleep 1; {command}"])
+    job = torchrun(
+        *(*RESTARTED, "--no-python"),
+        script=["sh", "-c", f"sleep 1; {command}"],
+        environment={"LOGLEVEL": "ERROR"},  # torch's events are of level INFO
+    )
     scraper = job.scrape_to_the_end()
     assert job.wait() == 1
     last = scraper.scrapes()[-1]
@@ -173,6 +177,7 @@ def test_several_nodes_need_a_run_id(torchrun):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_twenty_restarts_all_succeed(torchrun):
     for _ in range(20):
         job = torchrun(*RESTARTED, script=["--steps=3", "--die=1:2:exit"])
