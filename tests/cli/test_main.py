@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ def test_help_lists_the_commands(capsys):
     assert ended.value.code == 0
     page = capsys.readouterr().out
     for command in ("demo", "monitoring", "launch"):
-        assert f"\n    {command} " in page
+        assert re.search(rf"^    {command}\b", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["monitoring"], ["launch", "a", "b"]])
