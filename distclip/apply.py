@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distclip.measure.ranges import RangeCache
-from distclip.measure.values import blocks, writable
+from distclip.measure.values import blocks, is_plain, writable
 
 _SMALLEST = 2.0**-100
 _STEP = 2.0**-64  # a power of two: multiplying by it is exact
@@ -91,11 +91,7 @@ def zero_nonfinite_(gradients: Sequence[Tensor]) -> None:
 def _targets(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[Tensor]:
     """What to multiply: every number of every gradient once, in as few tensors as is cheap to find out."""
     if cache is None:
-        return [
-            gradient if gradient.layout is torch.strided and gradient.is_contiguous() else writable(gradient)
-            for gradient in gradients
-            if gradient.numel()
-        ]
+        return [gradient if is_plain(gradient) else writable(gradient) for gradient in gradients if gradient.numel()]
     strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
     targets = [writable(gradient) for gradient in gradients if gradient.layout is not torch.strided]
     for layout in cache.layouts(strided):

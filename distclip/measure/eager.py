@@ -172,7 +172,7 @@ class _Parts:
 
     def __init__(self, norm_type: float) -> None:
         self.norm_type = norm_type
-        self.partials: list[Tensor] = []  # row norms for p = 2, maxima for inf, sums of powers otherwise
+        self.partials: list[Tensor] = []  # norms of rows for p = 2, maxima for inf, sums of rows otherwise
         self.sources: list[Sequence[Tensor]] = []
         self.numel = 0
         self.narrow = 0  # elements whose powers went through fp32
@@ -196,7 +196,7 @@ class _Parts:
         if self.norm_type == 2.0 and values.is_complex():
             values = torch.view_as_real(values).flatten() if values.is_contiguous() else torch.view_as_real(values)
         if self.norm_type == 2.0 and values.dtype is dtype and values.dim() == 1 and values.is_contiguous():
-            partials = _row_norms(values)
+            partials = [_norm(rows, 2, dim=1) for rows in _rows(values)]
         elif math.isinf(self.norm_type) and not values.is_complex():
             low, high = values.aminmax()
             partials = [torch.stack((-low, high))]
@@ -214,11 +214,13 @@ class _Parts:
         else:
             copy.view(block.shape).copy_(block)
         if self.norm_type == 2.0:
-            return _row_norms(copy)
+            return [_norm(rows, 2, dim=1) for rows in _rows(copy)]
         copy.abs_()
         if math.isinf(self.norm_type):
             return [copy.amax().view(1)]
-        return [(copy if self.norm_type == 1.0 else copy.pow_(self.norm_type)).sum().view(1)]
+        if self.norm_type != 1.0:
+            copy.pow_(self.norm_type)
+        return [rows.sum(dim=1) for rows in _rows(copy)]
 
     def _repeated(self, partial: Tensor, repeat: int) -> Tensor:
         if math.isinf(self.norm_type):
@@ -236,15 +238,13 @@ class _Parts:
         return float(together.sum(dtype=torch.float64))
 
 
-def _row_norms(values: Tensor) -> list[Tensor]:
-    """L2 norms of short rows of a one-dimensional contiguous tensor."""
+def _rows(values: Tensor) -> list[Tensor]:
+    """A one-dimensional contiguous tensor as a matrix of short rows, and the rest, if any, as one more row."""
     numel = values.numel()
     row = _row_length(numel)
     whole = numel // row
-    norms = [_norm(values.as_strided((whole, row), (row, 1)), 2, dim=1)]
-    if whole * row < numel:
-        norms.append(_norm(values[whole * row :].view(1, -1), 2, dim=1))
-    return norms
+    matrix = values.as_strided((whole, row), (row, 1))
+    return [matrix] if whole * row == numel else [matrix, values[whole * row :].view(1, -1)]
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distclip.measure.values import blocks, readable
 
-_BLOCK_CPU = 1 << 15  # fp64 temporaries of 256 KiB stay in the second level cache
+_BLOCK_CPU = 1 << 16  # fp64 temporaries of 512 KiB stay in the second level cache
 _BLOCK_DEVICE = 1 << 22  # few launches
 
 

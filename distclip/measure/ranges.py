@@ -20,6 +20,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from distclip.measure.values import is_plain
+
 SMALL = 1 << 15
 """Gradients below this number of elements are packed. Above it, a call per tensor costs less than copying it
 (measured on CPU: equal at 16K to 33K elements), and torch starts to use several threads."""
@@ -28,7 +30,6 @@ PACK = 1 << 19
 """Elements packed together: 2 MiB of fp32, which stays in the second or third level cache."""
 
 _dtype = attrgetter("dtype")
-_FLAT_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 _Key = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], tuple[torch.dtype, ...]]
 
@@ -64,7 +65,7 @@ class Layout:
     packs: list[list[Span]]
     """Small ranges of one dtype, at most `PACK` elements together."""
     others: list[int]
-    """Gradients that are not contiguous or not real: looked at one by one."""
+    """Gradients that are not contiguous, not real or lazily negated: looked at one by one."""
     merged: list[tuple[int, int]] = field(default_factory=list)
     """(first gradient, bytes) of each merged range: what its storage must still hold."""
 
@@ -124,11 +125,11 @@ def _layouts(gradients: Sequence[Tensor], key: _Key) -> list[Layout]:
 
 
 def _layout(device: torch.device, indices: list[int], gradients: Sequence[Tensor], key: _Key) -> Layout:
-    pointers, numels, contiguous, dtypes = key
+    pointers, numels, _, dtypes = key
     layout = Layout(device, [], [], [])
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in indices:
-        if contiguous[index] and dtypes[index] in _FLAT_DTYPES:
+        if is_plain(gradients[index]):
             by_dtype.setdefault(dtypes[index], []).append(index)
         else:
             layout.others.append(index)

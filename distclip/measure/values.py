@@ -19,6 +19,19 @@ from torch import Tensor
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
+_REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
+
+def is_plain(gradient: Tensor) -> bool:
+    """Whether the gradient is contiguous memory of real numbers, as nearly all are."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.is_contiguous()
+        and gradient.dtype in _REAL
+        and not gradient.is_neg()
+    )
+
+
 def readable(gradient: Tensor) -> tuple[Tensor, int]:
     """The numbers of one gradient, for reading.
 
@@ -41,9 +54,7 @@ def readable(gradient: Tensor) -> tuple[Tensor, int]:
         values = gradient.values()
     else:
         values = _strided(gradient)
-    values, repeat = _collapse(values)
-    if values.is_conj():
-        values = values.conj()
+    values, repeat = _memory(values)
     return _flatten(values), repeat
 
 
@@ -61,7 +72,7 @@ def writable(gradient: Tensor) -> Tensor:
         values = gradient.values()
     else:
         values = _strided(gradient)
-    return _flatten(_collapse(values)[0])
+    return _flatten(_memory(values)[0])
 
 
 def blocks(values: Tensor, size: int) -> Iterator[Tensor]:
@@ -86,8 +97,16 @@ def _strided(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _collapse(values: Tensor) -> tuple[Tensor, int]:
-    """Drop expanded dimensions: (a view without them, how often each of its elements was shown)."""
+def _memory(values: Tensor) -> tuple[Tensor, int]:
+    """The memory behind a view: (without expanded dimensions, how often each of its elements was shown).
+
+    A conjugation or sign that torch keeps as a flag of the view is dropped too: it changes no magnitude, commutes with
+    scaling, and few kernels accept it.
+    """
+    if values.is_conj():
+        values = values.conj()
+    if values.is_neg():
+        values = torch._neg_view(values)
     repeat = 1
     if 0 in values.stride() and values.numel():
         for dim, (length, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
