@@ -100,7 +100,7 @@ class DistclipLogsSpecs(DefaultLogsSpecs):
         self._exporter.start()
         if self._exporter.url is not None:
             _say(f"metrics of run {run} on {self._exporter.url}/metrics")
-        destination = self._arguments.event_log_handler if self._arguments is not None else "null"
+        destination = getattr(self._arguments, "event_log_handler", "null")  # an option of newer versions of torch
         self._listener = AgentListener(self._exporter, (destination, "null"))
         self._listener.attach()
         self._exporter.node.wait_for_others()

@@ -35,7 +35,10 @@ DEFAULT_PORT: Final = 9519
 
 
 class Level(IntEnum):
-    """How much detail the endpoint shows; each level includes the one before."""
+    """How much detail the endpoint shows; each level includes the one before.
+
+    Steps carry no figures per param group yet, so `PARAM_GROUP` shows what `RANK` does.
+    """
 
     NODE = 0
     RANK = 1

@@ -151,12 +151,17 @@ StartTorchrun = Callable[..., TorchrunJob]
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[StartTorchrun]:
-    """`torchrun("--nproc-per-node=2", ..., script=[...], plugin=True, environment={...})`: a started `TorchrunJob`."""
+    """`torchrun("--nproc-per-node=2", ..., script=[...], plugin=True, environment={...})`: a started `TorchrunJob`.
+
+    `script` is what follows torchrun's options: with `--no-python` last or with `program=True` a whole command line,
+    else arguments of `torchrun_worker.py`.
+    """
     jobs: list[TorchrunJob] = []
 
     def start(
         *options: str,
         script: list[str] | None = None,
+        program: bool = False,
         plugin: bool = True,
         environment: dict[str, str] | None = None,
         prefix: list[str] | None = None,
@@ -164,11 +169,13 @@ def torchrun(tmp_path: Path) -> Iterator[StartTorchrun]:
         folder = tmp_path / f"job-{len(jobs)}"
         folder.mkdir()
         worker = [str(Path(__file__).with_name("torchrun_worker.py")), "--folder", str(folder)]
+        whole = program or options[-1] == "--no-python"
         command = [
             *(prefix or []),
             *[sys.executable, "-m", "torch.distributed.run", *(["--logs-specs", "distclip"] if plugin else [])],
             *options,
-            *(script if script is not None and options[-1] == "--no-python" else worker + (script or [])),
+            *([] if whole else worker),
+            *(script or []),
         ]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DISTCLIP_", "SLURM_"))}
         mine = {

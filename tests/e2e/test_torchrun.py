@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +126,35 @@ def test_a_killed_agents_folder_is_removed_by_the_next_agent(torchrun, tmp_path)
     following = torchrun("--nproc-per-node=1", "--no-python", script=["true"], environment=shared)
     assert following.wait() == 0, following.output
     assert not list(following.spool.iterdir())
+
+
+def test_the_example_job_with_the_real_clipper(torchrun, tmp_path):
+    sizes = ["--layers=1", "--width=32", "--heads=2", "--context=32", "--batch=2", "--bytes=50000", "--log-every=1"]
+    job = torchrun(
+        *RESTARTED,
+        program=True,
+        script=[
+            *(str(Path(__file__).parents[2] / "launch" / "train_lm.py"), *sizes),
+            *("--wrap=fsdp2", "--steps=8", f"--checkpoint={tmp_path / 'saved'}", "--checkpoint-every=4"),
+            *("--inject=nan@3:rank=1", "--inject=kill@6:rank=1"),
+        ],
+        environment={"DISTCLIP_EVENTS": str(tmp_path / "events.jsonl"), "DISTCLIP_LEVEL": "rank"},
+    )
+    scraper = job.scrape_to_the_end()
+    assert job.wait() == 0, job.output
+    last = scraper.scrapes()[-1]
+    assert last["distclip_run_state", (("state", "succeeded"),)] == 1
+    assert last["distclip_last_step", (("rank", "0"),)] == last["distclip_last_step", (("rank", "1"),)] == 8
+    assert 8 < last["distclip_steps_total", ()] <= 10  # step 5, and 6 where it came so far, were made twice
+    assert last["distclip_nonfinite_steps_total", ()] == 1
+    assert last["distclip_nonfinite_steps_applied_total", ()] == 0
+    assert last["distclip_skipped_steps_total", (("reason", "nonfinite"),)] == 1
+    assert last["distclip_worker_failures_total", (("kind", "signal"),)] == 1
+    assert 0 < last["distclip_gradient_norm", ()] < 1000
+    assert last["distclip_gradient_norm_observed_count", ()] == last["distclip_steps_total", ()] - 1
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["run"], event["step"], event["event"]) for event in events] == [("r1", 3, "nonfinite")]
+    assert events[0]["culprits"]
 
 
 def test_without_the_plug_in_the_same_script_runs_quietly(torchrun):
