@@ -10,7 +10,7 @@ ranks differ, and code that relies on such an order fails in tests as it would i
 
 The nursery talks with the pool over a socket: `fork` comes with three file descriptors (the rank's own socket, its
 output and its stack file) and is answered by a pid; `reap` is answered by an exit code. When the socket closes, because
-the pool was closed or its process was killed, the nursery kills its ranks and ends.
+the pool was closed or its process was killed, the nursery kills its ranks, removes the pool's folder and ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import gc
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -34,7 +35,7 @@ STILL_RUNNING = 1 << 32
 _PR_SET_PDEATHSIG = 1
 
 
-def main(control_fd: int) -> None:
+def main(control_fd: int, folder: str) -> None:
     """Import, say so by one reply, and serve until the pool closes the socket."""
     control = socket.socket(fileno=control_fd)
     parent = os.getppid()
@@ -53,6 +54,7 @@ def main(control_fd: int) -> None:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # taking torch down in an orderly manner takes a second
 
 

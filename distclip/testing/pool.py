@@ -3,15 +3,15 @@
 What a job may count on, in every rank:
 
 - The default process group holds exactly the ranks asked for. It is new, gone afterwards, and its time limit is 15 s.
-- `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set as torchrun sets them.
+- `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set as torchrun sets them.
 - One thread (`OMP_NUM_THREADS=1`), the same random seed, and the environment that the pool was made in; what the job
   changes of environment, folder, warning filters, default dtype and device, grad mode or seeds is undone after it.
   Changes inside modules (patched attributes, caches) stay.
 - What it prints appears in the caller's standard output, marked with the rank.
 
 How it works: the pool starts two nursery processes (distclip.testing.nursery) that import torch and fork ranks. Each
-rank is connected to the pool by a socket, over which jobs, results and exceptions travel as pickles. The store that the
-ranks of a job meet at is the pool's, on a free port of the loopback address, with a prefix for each job.
+rank is connected to the pool by a socket, over which jobs, results and exceptions travel as pickles. The ranks of a job
+find each other by a file in a temporary folder, and then talk over the loopback interface.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,11 +30,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from distclip.testing.failures import RankDied, RankError, RankFailure, RankHung, RemoteTraceback
+from distclip.testing.messages import Job, Raised, Returned
 from distclip.testing.processes import Nursery, RankProcess
-from distclip.testing.rank import Job, Raised, Returned
 from distclip.testing.shipping import refer
 
 DEADLINE = 60.0
@@ -61,7 +60,7 @@ class RankPool:
         self._jobs = 0
         self._nurseries: list[Nursery] = []
         self._ranks: list[RankProcess] = []
-        self._store: TCPStore | None = None
+        self._folder = ""
         self._closed = False
         atexit.register(self.close)
 
@@ -86,13 +85,13 @@ class RankPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            port = self._store_port()
             ranks = self._prepare(world_size)
             self._jobs += 1
             try:
+                store = os.path.join(self._folder, f"job{self._jobs}")
                 for rank, process in enumerate(ranks):
                     process.send(
-                        Job(self._jobs, rank, world_size, port, reference, arguments, deadline, list(sys.path))
+                        Job(self._jobs, rank, world_size, store, reference, arguments, deadline, list(sys.path))
                     )
                 progress = _Progress(ranks, deadline)
                 progress.follow()
@@ -115,7 +114,8 @@ class RankPool:
             nursery.close()
         for rank in self._ranks:
             rank.close()
-        self._store = None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankPool:
         return self
@@ -125,24 +125,11 @@ class RankPool:
     ) -> None:
         self.close()
 
-    def _store_port(self) -> int:
-        if self._store is None:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = int(listener.getsockname()[1])
-                # The store closes the descriptor that it is given.
-                self._store = TCPStore(
-                    "127.0.0.1",
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=os.dup(listener.fileno()),
-                )
-        return self._store.port
-
     def _prepare(self, world_size: int) -> list[RankProcess]:
         """The first `world_size` ranks, all idle; starts those that are missing, replaces those that are broken."""
         if not self._nurseries:
-            self._nurseries = [Nursery(self._environment) for _ in range(2)]
+            self._folder = tempfile.mkdtemp(prefix="distclip-")
+            self._nurseries = [Nursery(self._environment, self._folder) for _ in range(2)]
         for place in range(world_size):
             if place == len(self._ranks):
                 self._ranks.append(self._fork(place))
@@ -161,7 +148,7 @@ class RankPool:
             return RankProcess(self._nurseries[side])
         except OSError:  # the nursery was killed, by the system when memory is short, say
             dead = self._nurseries[side]
-            self._nurseries[side] = Nursery(self._environment)
+            self._nurseries[side] = Nursery(self._environment, self._folder)
             dead.close()
             return RankProcess(self._nurseries[side])
 

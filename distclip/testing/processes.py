@@ -25,21 +25,24 @@ _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from distclip.testing.nursery import main
-main(int(sys.argv[1]))
+main(int(sys.argv[1]), sys.argv[3])
 """
 START_TIMEOUT = 120.0
 """Seconds for importing torch, on a machine that has a lot else to do."""
 
 
 class Nursery:
-    """A process that forks ranks. Starting it returns at once; the first `fork` waits until it has imported torch."""
+    """A process that forks ranks. Starting it returns at once; the first `fork` waits until it has imported torch.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    `folder` is the pool's, and is removed by the process when the pool can no longer do so.
+    """
+
+    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
         self._control, theirs = socket.socketpair()
         self._output = _unnamed_file()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path), folder],
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

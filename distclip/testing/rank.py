@@ -17,55 +17,22 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from distclip.testing.shipping import FunctionReference, load
+from distclip.testing.messages import Job, Raised, Returned
+from distclip.testing.shipping import load
 
 GROUP_TIMEOUT = timedelta(seconds=15)
 """Of the default process group: a collective that waits longer than this fails."""
 SEED = 0
 """All ranks begin every job with this seed, as jobs do that build the same model everywhere."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call of a function, as it is sent to one rank."""
-
-    number: int
-    rank: int
-    world_size: int
-    store_port: int
-    function: FunctionReference
-    arguments: bytes
-    """Pickled (args, kwargs); unpickled only after the function's file was loaded, for classes that live in it."""
-    deadline: float
-    search_path: list[str]
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The function returned this."""
-
-    value: bytes
-
-
-@dataclass(frozen=True)
-class Raised:
-    """The function, or what had to be done around it, raised."""
-
-    error: bytes | None
-    """The pickled exception, or None where it would not survive the journey."""
-    summary: str
-    text: str
-    """Class, message and traceback."""
 
 
 def serve(connection_fd: int, stack_fd: int) -> None:
@@ -115,17 +82,14 @@ def _torchrun_environment(job: Job) -> dict[str, str]:
         "LOCAL_RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(job.store_port),
     }
 
 
 def _join(job: Job) -> None:
-    # The pool's own store lives as long as the pool: it does not vanish with rank 0, and no port is taken per job.
-    store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=GROUP_TIMEOUT)
+    # Not a TCPStore: each of its connections looks up the name of its peer, which can take seconds where DNS is slow.
     dist.init_process_group(
         "gloo",
-        store=PrefixStore(f"job{job.number}", store),
+        store=FileStore(job.store, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         timeout=GROUP_TIMEOUT,
