@@ -93,7 +93,7 @@ def _fill(rows: Tensor, plan: Plan, gradients: Gradients, norm_type: float) -> l
     """Add this rank's part to `rows`; return the amounts of all its buckets, replicas too."""
     amounts = []
     for bucket in plan.buckets:
-        tensors = gradients.of(bucket)
+        tensors = gradients.measurable(bucket.entries)
         if not tensors:
             continue
         stats = measure(tensors, norm_type, cache=bucket.cache).to(rows.device, non_blocking=True)
@@ -134,7 +134,7 @@ def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float)
         return _root(packet.rows[:, OWNED], norm_type)
     maxima = torch.zeros(len(plan.param_groups), dtype=torch.float64, device=plan.device)
     for bucket in plan.buckets:
-        here = max_abs(gradients.of(bucket)).to(plan.device)
+        here = max_abs(gradients.measurable(bucket.entries)).to(plan.device)
         maxima[bucket.param_group] = torch.maximum(maxima[bucket.param_group], here)
     if plan.group is not None:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
@@ -142,7 +142,8 @@ def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float)
     for bucket in plan.buckets:
         scale = float(maxima[bucket.param_group])
         if bucket.owner and scale > 0.0:
-            sums[bucket.param_group] += scaled_power_sum(gradients.of(bucket), norm_type, scale).to(plan.device)
+            tensors = gradients.measurable(bucket.entries)
+            sums[bucket.param_group] += scaled_power_sum(tensors, norm_type, scale).to(plan.device)
     if plan.group is not None:
         # over all ranks, owners only, like the packet
         dist.all_reduce(sums, group=plan.group)

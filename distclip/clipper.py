@@ -229,11 +229,16 @@ class GradientClipper:
     def _apply(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> None:
         """Multiply by coefficient * multiplier, in one pass, unless the step is to be skipped; tell the scaler."""
         skip = bool(decision.nonfinite) and self._nonfinite in ("skip", "raise")
+        if bool(decision.nonfinite) and self._nonfinite == "zero":
+            zero_nonfinite_([gradient for gradient in found.gradients.local if gradient is not None])
+            for index, total in found.gradients.summed.items():
+                # an addend here can be finite where that of another rank is not
+                addend = found.gradients.local[index]
+                if addend is not None:
+                    addend.masked_fill_(~total.view(addend.shape).isfinite(), 0.0)
         if not skip:
             for bucket in found.plan.buckets:
                 gradients = found.gradients.of(bucket)
-                if bool(decision.nonfinite) and self._nonfinite == "zero":
-                    zero_nonfinite_(gradients)
                 factor = decision.coefficients[bucket.param_group] * multiplier
                 scale_(gradients, factor if factor.device.type == "cuda" else float(factor))
         if self._scaler is not None:

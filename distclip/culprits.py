@@ -25,11 +25,11 @@ def find_culprits(plan: Plan, gradients: Gradients) -> tuple[Culprit, ...]:
     """
     owned: list[Culprit] = []
     copies: list[Culprit] = []
-    for entry, gradient in zip(plan.entries, gradients.local, strict=True):
-        if gradient is None:
-            continue
-        nan, inf = count_nonfinite(gradient)
-        if nan + inf:
+    for index, entry in enumerate(plan.entries):
+        for gradient in gradients.measurable((index,)):
+            nan, inf = count_nonfinite(gradient)
+            if not nan + inf:
+                continue
             (owned if entry.owned_by(plan.rank) else copies).append(Culprit(plan.rank, entry.name, nan, inf))
     table = gather_integers([len(owned), len(copies)], plan.group)
     column = 0 if bool(table[:, 0].any()) else 1

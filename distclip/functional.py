@@ -23,7 +23,7 @@ from distclip.arguments import check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import DistclipError, NonfiniteGradientError
 from distclip.plan.build import Declaration, build_plan
-from distclip.plan.collectives import packet_device, resolve, wait_for_all
+from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
 from distclip.policy import decide_fixed
@@ -39,7 +39,11 @@ class _Calls:
     """What is remembered between function calls over one process group."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[object, Plan] = OrderedDict()
+        self.plans: OrderedDict[object, tuple[int, Plan]] = OrderedDict()
+        """Key -> (number, plan). Plans are made by all ranks together, so numbers mean the same on all of them."""
+        self.made = 0
+        self.reduces = False
+        """Whether any plan so far had gradients that are reduced over mesh axes before they are measured."""
         self.reporter: Reporter | None = None
         self.steps = 0
 
@@ -149,14 +153,19 @@ def _call(
 
     def make_plan(trouble: Exception | None) -> Plan:
         plan = build_plan(items, group, declaration=declaration, problem=trouble)
-        calls.plans[key] = plan
+        calls.made += 1
+        calls.plans[key] = calls.made, plan
+        calls.reduces = calls.reduces or plan.other_placements
         while len(calls.plans) > _KEPT_PLANS:
             calls.plans.popitem(last=False)
         return plan
 
-    plan = calls.plans.get(key)
+    number, plan = calls.plans.get(key, (0, None))
     if plan is not None:
         calls.plans.move_to_end(key)
+    if calls.reduces:
+        # Reductions over mesh axes come before the packet, so all ranks must first know that they use the same plan.
+        plan = plan if all_equal(number, group) else None
     elif not calls.plans:
         # The first plan of this group on any rank, since plans are made by all together: name who is missing.
         wait_for_all(group, "distclip's first call")

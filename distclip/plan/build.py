@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from distclip.errors import DistclipError
+from distclip.errors import DistclipError, LayoutError
 from distclip.plan import ddp
 from distclip.plan.collectives import packet_device, wait_for_all
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
-from distclip.plan.handshake import LayoutClass, Member, holders_of
+from distclip.plan.handshake import LayoutClass, Member, holders_of, introduce
 from distclip.plan.layout import Layout
+from distclip.plan.partial import agree_placements, placements_differ, reductions_of
 from distclip.plan.plan import Bucket, Entry, Plan
 from distclip.plan.sources import Found, modules_of, walk
 
@@ -73,25 +74,33 @@ def build_plan(
     declaration = declaration or Declaration()
     wait_for_all(group, "distclip's plan")
     found: list[Found] = []
-    classes: list[LayoutClass] = []
-    members: list[list[int]] = []
     if problem is None:
         try:
             declaration.problem()
             found = walk(items)
-            classes, members = _classes(found, declaration)
         except (DistclipError, TypeError) as error:
             problem = error
-    holders, table = holders_of(classes, problem, arguments or {}, group)
+    parameters = [item.parameter for item in found]
+    placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
+    other_placements = introduce(problem, arguments or {}, len(found), any(map(placements_differ, parameters)), group)
+    if other_placements:
+        try:
+            placements = agree_placements(parameters, [item.name for item in found])
+        except LayoutError as error:
+            problem = error
+    classes, members = _classes(found, placements, declaration)
+    holders, table = holders_of(classes, problem, group)
 
     rank = dist.get_rank(group) if group is not None else 0
     names = (*declaration.param_groups, DEFAULT_GROUP)
     holders_by_entry: dict[int, tuple[int, ...]] = {}
     layout_by_entry: dict[int, Layout] = {}
+    weights: dict[int, float] = {}
     for item, indices, ranks in zip(classes, members, holders, strict=True):
-        for index in indices:
+        for index, member in zip(indices, item.members, strict=True):
             holders_by_entry[index] = ranks
             layout_by_entry[index] = item.layout
+            weights[index] = 1.0 + (structure_of(member.name) & 0xFFFFF) / 2.0**20
     entries = [
         Entry(
             name=item.name,
@@ -99,9 +108,9 @@ def build_plan(
             layout=layout_by_entry[index],
             param_group=names.index(declaration.assign(item.name)) if declaration.assign else len(names) - 1,
             holders=holders_by_entry[index],
-            local_numel=_local(item.parameter).numel(),
-            placements=_placements(item.parameter),
-            weight=1.0 + (structure_of(item.name) & 0xFFFFF) / 2.0**20,
+            local_numel=_local_numel(item.parameter),
+            placements=placements[index],
+            weight=weights[index],
         )
         for index, item in enumerate(found)
     ]
@@ -118,16 +127,20 @@ def build_plan(
         group=group,
         rank=rank,
         world_size=table.shape[0],
-        device=packet_device(group, [item.parameter for item in found]),
+        device=packet_device(group, parameters),
         classes=tuple(tuple(indices) for indices in members),
         class_table=table,
+        other_placements=other_placements,
+        reductions=tuple(reductions_of(parameters, placements)),
         ddp=tuple(weakref.ref(wrapper) for wrapper in wrappers.values()),
         fsdp2=tuple(weakref.ref(unit) for unit in fsdp2_units(modules_of(items))),
         frozen=tuple(weakref.ref(item.parameter) for item in found if not item.parameter.requires_grad),
     )
 
 
-def _classes(found: Sequence[Found], declaration: Declaration) -> tuple[list[LayoutClass], list[list[int]]]:
+def _classes(
+    found: Sequence[Found], placements: Sequence[tuple[Placement, ...] | None], declaration: Declaration
+) -> tuple[list[LayoutClass], list[list[int]]]:
     """Group parameters by layout; return the classes and for each the indices of its parameters."""
     stage = None if declaration.pipeline_group is None else dist.get_rank(declaration.pipeline_group)
     aliases = {
@@ -138,14 +151,20 @@ def _classes(found: Sequence[Found], declaration: Declaration) -> tuple[list[Lay
     by_layout: dict[Layout, list[int]] = defaultdict(list)
     names = []
     for index, item in enumerate(found):
-        layout = _layout_of(item)
+        layout = _layout_of(item, placements[index])
+        owner = _owner_of(item.name, declaration.owned)
         if item.name in aliases:
             # One parameter on several stages: its copies find each other by name and content, not by stage.
-            layout = Layout(layout.kind, layout.scheme, f"{layout.where} tied", ("tied", *layout.identity))
-        elif (owner := _owner_of(item.name, declaration.owned)) is not None:
-            layout = Layout("owned", layout.scheme, layout.where, ("owned", owner, *layout.identity))
+            layout = replace(layout, where=f"{layout.where}, tied", family=("tied", *layout.family), everywhere=False)
+        elif owner is not None:
+            family = ("owned", owner, *layout.family)
+            layout = replace(layout, kind="owned", family=family, everywhere=False)
+        elif getattr(item.parameter, "allreduce", True) is False:
+            # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name.
+            layout = replace(layout, kind="owned", family=("marked", *layout.family), everywhere=False, by_content=True)
         elif stage is not None:
-            layout = Layout(layout.kind, layout.scheme, f"stage {stage}", ("stage", stage, *layout.identity))
+            family = ("stage", stage, *layout.family)
+            layout = replace(layout, where=f"{layout.where}, stage {stage}", family=family, everywhere=False)
         names.append(aliases.get(item.name, item.name))
         by_layout[layout].append(index)
     classes = [
@@ -166,23 +185,19 @@ def _classes(found: Sequence[Found], declaration: Declaration) -> tuple[list[Lay
     return classes, list(by_layout.values())
 
 
-def _layout_of(item: Found) -> Layout:
-    parameter = item.parameter
-    if isinstance(parameter, DTensor):
-        placements = _placements(parameter)
+def _layout_of(item: Found, placements: tuple[Placement, ...] | None) -> Layout:
+    if isinstance(item.parameter, DTensor):
         assert placements is not None
-        return dtensor_layout(parameter, placements)
+        return dtensor_layout(item.parameter, placements)
     if item.fsdp1 is not None:
         return fsdp1_layout(item.fsdp1)
     scheme = "ddp" if item.ddp is not None else "plain"
-    return Layout(kind="replicated", scheme=scheme, where="whole tensor", identity=(), everywhere=True)
+    return Layout("replicated", scheme, "whole tensor", everywhere=True)
 
 
-def _placements(parameter: Tensor) -> tuple[Placement, ...] | None:
-    """Those of the gradient where there is one: they can differ from the parameter's."""
-    if not isinstance(parameter, DTensor):
-        return None
-    return parameter.grad.placements if isinstance(parameter.grad, DTensor) else parameter.placements
+def _local_numel(parameter: Tensor) -> int:
+    """Elements of the gradient on this rank; where it is placed unlike its parameter, those of the gradient."""
+    return _local(parameter.grad if parameter.grad is not None and placements_differ(parameter) else parameter).numel()
 
 
 def _owner_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) -> int | None:

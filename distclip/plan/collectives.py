@@ -114,6 +114,16 @@ def _gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return table.cpu()
 
 
+def all_equal(number: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks come with the same small number: one all-reduce of two integers."""
+    if group is None:
+        return True
+    both = torch.tensor([number, -number], device=packet_device(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = both.tolist()
+    return bool(highest == -lowest)
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """All ranks' values, pickled: only where an error is about to be raised."""
     if group is None:

@@ -5,8 +5,9 @@ different elements; ranks that differ only on axes with `Replicate` hold the sam
 gradient, which can differ from the parameter's: sequence parallel leaves `Partial` gradients on `Replicate`
 parameters.
 
-Private names, all in this file: FSDP2's `_fsdp_param_groups` (a list since torch 2.9, one `_fsdp_param_group`
-before), whose `reduce_grads` says whether the next backward synchronises. Without it that check is left out.
+Private names, all in this file: `AsyncCollectiveTensor` (torch 2.0 to 2.13), and FSDP2's `_fsdp_param_groups` (a list
+since torch 2.9, one `_fsdp_param_group` before), whose `reduce_grads` says whether the next backward synchronises;
+without it that check is left out.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distclip.plan.layout import Layout
+from distclip.plan.layout import Kind, Layout
 
 
 def dtensor_layout(parameter: DTensor, placements: tuple[Placement, ...]) -> Layout:
@@ -27,30 +29,34 @@ def dtensor_layout(parameter: DTensor, placements: tuple[Placement, ...]) -> Lay
     """
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    sharded = tuple(
-        coordinate[axis] if coordinate is not None and not placement.is_replicate() else None
-        for axis, placement in enumerate(placements)
-    )
+    # Addends of a Partial axis are summed before they are measured (plan/partial.py): every rank then has the sum.
+    whole = [placement.is_replicate() or placement.is_partial() for placement in placements]
     names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
     where = ", ".join(
         f"{name}={size}:{_short(placement)}"
         for name, size, placement in zip(names, mesh.shape, placements, strict=True)
     )
+    kind: Kind = "replicated" if all(whole) else "sharded"
     if any(placement.is_partial() for placement in placements):
         kind = "partial"
-    elif all(placement.is_replicate() for placement in placements):
-        kind = "replicated"
-    else:
-        kind = "sharded"
-    words = tuple(str(placement) for placement in placements)
-    # A rank outside the mesh holds no element at all: "outside" keeps it apart from coordinate 0.
-    identity = ("dtensor", tuple(mesh.shape), words, sharded if coordinate is not None else "outside")
-    return Layout(kind=kind, scheme="dtensor", where=where, identity=identity)  # type: ignore[arg-type]
+    family = (
+        "dtensor",
+        tuple(mesh.shape),
+        tuple("whole" if is_whole else str(p) for p, is_whole in zip(placements, whole, strict=True)),
+    )
+    if coordinate is None:  # this rank is outside the mesh and holds no element at all
+        return Layout(kind, "dtensor", where, family, ("outside",))
+    place = tuple(-1 if is_whole else at for at, is_whole in zip(coordinate, whole, strict=True))
+    return Layout(kind, "dtensor", where, family, place, tuple(mesh.mesh.flatten().tolist()))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The local part of a DTensor (call under `no_grad`: 30 times cheaper), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    # the result of a collective that is still under way, as tensor parallel can leave it
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def fsdp2_units(modules: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -28,17 +28,11 @@ def fsdp1_layout(unit: FullyShardedDataParallel) -> Layout:
     Source: `torch/distributed/fsdp/fully_sharded_data_parallel.py`, ShardingStrategy.
     """
     group = unit.process_group
-    size = dist.get_world_size(group)
-    if unit.sharding_strategy == ShardingStrategy.NO_SHARD or size == 1:
-        return Layout(
-            kind="replicated", scheme="fsdp1", where=f"{unit.sharding_strategy.name} over {size}", identity=()
-        )
-    return Layout(
-        kind="sharded",
-        scheme="fsdp1",
-        where=f"{unit.sharding_strategy.name} over {size}",
-        identity=("fsdp1", size, dist.get_rank(group)),
-    )
+    peers = tuple(dist.get_process_group_ranks(group))
+    where = f"{unit.sharding_strategy.name} over {len(peers)}"
+    if unit.sharding_strategy == ShardingStrategy.NO_SHARD or len(peers) == 1:
+        return Layout("replicated", "fsdp1", where, peers=peers)
+    return Layout("sharded", "fsdp1", where, ("fsdp1", len(peers)), (dist.get_rank(group),), peers)
 
 
 def is_unsynchronised(parameter: Tensor, gradient: Tensor) -> bool:

@@ -1,10 +1,11 @@
-"""Take the local gradients of a plan, in a step: no copy, no collective, no wait.
+"""Take the local gradients of a plan, in a step: no copy and no wait; a collective only for Partial gradients.
 
 Whatever is wrong here is not raised but returned: the rank still takes part in the packet, and all ranks learn of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from distclip.errors import DistclipError, LayoutError
 from distclip.plan import ddp
 from distclip.plan.dtensor import local_of, synchronises
 from distclip.plan.fsdp1 import is_unsynchronised
+from distclip.plan.partial import reduce_partials
 from distclip.plan.plan import Bucket, Plan
 
 
@@ -23,7 +25,9 @@ class Gradients:
     """The local gradients of one step on one rank."""
 
     local: list[Tensor | None]
-    """For every entry of the plan its local gradient, or None."""
+    """For every entry of the plan its local gradient, or None: what is multiplied."""
+    summed: dict[int, Tensor]
+    """For entries with Partial gradients the sum over the ranks' addends: what is measured in their place."""
     present: float
     """Sum of the weights of entries that this rank owns and that have a gradient."""
     present_share: float
@@ -42,6 +46,14 @@ class Gradients:
         """The gradients of a bucket that exist."""
         local = self.local
         return [gradient for index in bucket.entries if (gradient := local[index]) is not None]
+
+    def measurable(self, indices: Sequence[int]) -> list[Tensor]:
+        """The gradients of these entries as they are measured: sums in place of addends."""
+        if not self.summed:
+            local = self.local
+            return [gradient for index in indices if (gradient := local[index]) is not None]
+        found = [self.summed.get(index, self.local[index]) for index in indices]
+        return [gradient for gradient in found if gradient is not None]
 
 
 @torch.no_grad()
@@ -81,7 +93,9 @@ def take(plan: Plan) -> Gradients:
             elements -= entry.local_numel
     if any(parameter.requires_grad for reference in plan.frozen if (parameter := reference()) is not None):
         stale = True  # a parameter that was frozen when the plan was made wants a gradient now
-    return Gradients(local, present, present_share, elements, len(missing), stale, problem)
+    # A stale or troubled rank takes part all the same: the others of its mesh axes are waiting there.
+    summed = reduce_partials(plan.reductions, local)
+    return Gradients(local, summed, present, present_share, elements, len(missing), stale, problem)
 
 
 def _backward_problem(plan: Plan) -> DistclipError | None:

@@ -2,17 +2,17 @@
 
 Two classes with equal structure and equal content are the same elements, wherever they lie: inside a mesh, in another
 copy of the mesh, or on ranks without any mesh. Equal structure with unequal content means that replicas drifted apart
-or that a stage or expert was not declared: a `LayoutError`, never a guess. A class that must be everywhere (plain
-tensors) and is missing on a rank is one as well.
+or that a stage or expert was not declared: a `LayoutError`, never a guess. A plain tensor that is missing on a rank is
+one as well, and so is a part of a sharded tensor that a rank of its mesh does not know.
 
-What travels: one row of six integers per rank, then 16 bytes per rank and layout class. Only classes that disagree
+What travels: one row of a few integers per rank, then 32 bytes per rank and layout class. Only classes that disagree
 exchange numbers per parameter, and only names that end up in the error travel as text.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from distclip.plan.fingerprint import combine, content_of, structure_of
 from distclip.plan.layout import Layout
 
 _SHOWN = 10
+_COLUMNS = 4
+"""Numbers per layout class: structure, content, common structure, whether it must be everywhere."""
 
 
 @dataclass(frozen=True)
@@ -43,68 +45,111 @@ class LayoutClass:
     layout: Layout
     members: tuple[Member, ...]
 
-    def structure(self) -> int:
-        """What the class is: names, order, shapes, dtypes and which elements lie here."""
-        return structure_of((self.layout.identity, [(m.name, m.shape, m.dtype) for m in self.members]))
+    def numbers(self) -> list[int]:
+        """The row of this class: see `_COLUMNS`."""
+        what = [(member.name, member.shape, member.dtype) for member in self.members]
+        content = combine([content_of(member.local) for member in self.members])
+        structure = structure_of((self.layout.family, self.layout.coordinate, what))
+        if self.layout.by_content:
+            structure = combine([structure, content])
+        # shapes of FSDP1 shards differ between ranks, names do not
+        common = structure_of((self.layout.family, [(name, dtype) for name, _, dtype in what]))
+        return [structure, content, common, int(self.layout.everywhere)]
 
-    def content(self) -> int:
-        """What the class holds."""
-        return combine([content_of(member.local) for member in self.members])
 
-
-def holders_of(
-    classes: Sequence[LayoutClass],
+def introduce(
     problem: Exception | None,
     arguments: dict[str, str],
+    parameters: int,
+    other_placements: bool,
     group: dist.ProcessGroup | None,
-) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Exchange fingerprints; for every class of this rank return the ranks that hold the same elements, ascending.
+) -> bool:
+    """First exchange: errors, arguments, and whether any rank has gradients placed unlike their parameters.
 
-    Also returns the table of all ranks' class identities (see `Plan.class_table`). `problem` is what went wrong on
-    this rank before: then every rank raises it. `arguments` are what must be given alike on all ranks, as text.
+    `problem` is what went wrong on this rank before: then every rank raises it. `arguments` are what must be given
+    alike on all ranks, as text.
 
     Raises:
         ConfigError: arguments differ between ranks, or no rank has a parameter.
-        LayoutError: replicas differ, or a plain tensor is not on all ranks.
     """
-    count = sum(len(item.members) for item in classes)
-    header = gather_integers([problem is not None, len(classes), structure_of(sorted(arguments.items())), count], group)
+    header = gather_integers(
+        [problem is not None, structure_of(sorted(arguments.items())), parameters, other_placements], group
+    )
     if header[:, 0].any():
         raise_together(problem, group)
-    if (header[:, 2] != header[0, 2]).any():
+    if (header[:, 1] != header[0, 1]).any():
         raise ConfigError(arguments_differ(gather_objects(arguments, group)))
-    if not header[:, 3].any():
+    if not header[:, 2].any():
         raise ConfigError(
             "source has no parameters on any rank: pass the module whose gradients are to be clipped, after its "
             "parameters were made"
         )
-    width = int(header[:, 1].max())
-    structures = [item.structure() for item in classes]
-    contents = [item.content() for item in classes]
-    row = [number for pair in zip(structures, contents, strict=True) for number in pair]
-    everywhere = [int(item.layout.everywhere) for item in classes]
-    table = gather_integers(row + [0] * (2 * width - len(row)) + everywhere + [0] * (width - len(classes)), group)
+    return bool(header[:, 3].any())
 
-    by_structure: dict[int, dict[int, int]] = defaultdict(dict)
-    must_be_everywhere: set[int] = set()
-    for rank, numbers in enumerate(table.tolist()):
-        for index in range(int(header[rank, 1])):
-            by_structure[numbers[2 * index]][rank] = numbers[2 * index + 1]
-            if numbers[2 * width + index]:
-                must_be_everywhere.add(numbers[2 * index])
-    world_size = table.shape[0]
-    # Computed from the table alone, which is the same everywhere: all ranks come to the same conclusion.
-    disputed = {
-        structure
-        for structure, content_by_rank in by_structure.items()
-        if len(set(content_by_rank.values())) > 1
-        or (structure in must_be_everywhere and len(content_by_rank) < world_size)
+
+def holders_of(
+    classes: Sequence[LayoutClass], problem: Exception | None, group: dist.ProcessGroup | None
+) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Exchange fingerprints; for every class of this rank return the ranks that hold the same elements, ascending.
+
+    Also returns the table of all ranks' class identities (see `Plan.class_table`).
+
+    Raises:
+        LayoutError: replicas differ, or a tensor is not known on all ranks where it must be.
+    """
+    header = gather_integers([problem is not None, len(classes)], group)
+    if header[:, 0].any():
+        raise_together(problem, group)
+    width = int(header[:, 1].max())
+    mine = [item.numbers() for item in classes]
+    row = [number for numbers in mine for number in numbers]
+    table = gather_integers(row + [0] * (_COLUMNS * width - len(row)), group)
+    holders, disputed = match(table, header[:, 1].tolist())
+    by_common: dict[int, set[int]] = defaultdict(set)
+    for rank, numbers in enumerate(table[:, 2::_COLUMNS].tolist()):
+        for common in numbers[: int(header[rank, 1])]:
+            by_common[common].add(rank)
+    lonely = {
+        numbers[0]
+        for item, numbers in zip(classes, mine, strict=True)
+        if not set(_peers(item.layout, group)) <= by_common[numbers[2]]
     }
-    if disputed:
-        mine = [item for item, structure in zip(classes, structures, strict=True) if structure in disputed]
-        _raise_dispute(mine, group)
-    holders = [tuple(sorted(by_structure[structure])) for structure in structures]
-    return holders, table[:, : 2 * width : 2].contiguous()
+    # What is missing in a mesh only its own ranks can see, so all must hear of it.
+    if disputed or bool(gather_integers([len(lonely)], group).any()):
+        _raise_dispute(
+            [item for item, numbers in zip(classes, mine, strict=True) if numbers[0] in disputed | lonely], group
+        )
+    return [holders[numbers[0]] for numbers in mine], table[:, ::_COLUMNS].contiguous()
+
+
+def match(table: Tensor, counts: Sequence[int]) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """From all ranks' numbers: structure -> ranks that hold it, and the structures that ranks disagree about.
+
+    `table` is int64 [ranks, classes * 4], `counts` how many classes each rank has. Computed from the table alone, which
+    is the same everywhere, so that all ranks come to the same conclusion.
+    """
+    contents: dict[int, int] = {}
+    ranks: dict[int, list[int]] = defaultdict(list)
+    disputed: set[int] = set()
+    everywhere: set[int] = set()
+    for rank, numbers in enumerate(table.tolist()):
+        for at in range(0, counts[rank] * _COLUMNS, _COLUMNS):
+            structure, content, _, must = numbers[at : at + _COLUMNS]
+            ranks[structure].append(rank)
+            if contents.setdefault(structure, content) != content:
+                disputed.add(structure)
+            if must:
+                everywhere.add(structure)
+    disputed |= {structure for structure in everywhere if len(ranks[structure]) < len(counts)}
+    return {structure: tuple(dict.fromkeys(found)) for structure, found in ranks.items()}, disputed
+
+
+def _peers(layout: Layout, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of `group` that must know this class; those outside it (pass group= for a subset) are left out."""
+    if group is None:
+        return []
+    known = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+    return [known[rank] for rank in layout.peers if rank in known]
 
 
 def arguments_differ(arguments: list[dict[str, str]]) -> str:
@@ -122,45 +167,42 @@ def arguments_differ(arguments: list[dict[str, str]]) -> str:
 def _raise_dispute(classes: Sequence[LayoutClass], group: dist.ProcessGroup | None) -> None:
     """Find by per-parameter numbers which parameters differ, and raise their names on every rank."""
     members = [(item.layout, member) for item in classes for member in item.members]
-    numbers = [
-        number
-        for layout, member in members
-        for number in (
-            structure_of((layout.identity, member.name, member.shape, member.dtype)),
-            content_of(member.local),
-        )
-    ]
+    mine = [LayoutClass(layout, (member,)).numbers() for layout, member in members]
+    numbers = [number for row in mine for number in row]
     lengths = gather_integers([len(numbers)], group)
     table = gather_integers(numbers + [0] * (int(lengths.max()) - len(numbers)), group).tolist()
-    where: dict[int, dict[int, int]] = defaultdict(dict)
+    contents: dict[int, dict[int, int]] = defaultdict(dict)
+    knowing: dict[int, set[int]] = defaultdict(set)
     for rank, row in enumerate(table):
-        for index in range(0, int(lengths[rank]), 2):
-            where[row[index]][rank] = row[index + 1]
-    world_size = len(table)
+        for at in range(0, int(lengths[rank]), _COLUMNS):
+            contents[row[at]][rank] = row[at + 1]
+            # plain tensors of other shapes are other tensors; shards of one tensor differ in shape
+            knowing[row[at] if row[at + 3] else row[at + 2]].add(rank)
+    own = dist.get_rank(group) if group is not None else 0
     telling: list[str] = []
-    for index, (layout, member) in enumerate(members):
-        content_by_rank = where[numbers[2 * index]]
-        own = min(content_by_rank) == (dist.get_rank(group) if group is not None else 0)
-        if not own or len(telling) == _SHOWN:
+    for (layout, member), (structure, _, common, must) in zip(members, mine, strict=True):
+        here = knowing[structure if must else common]
+        wanted = set(range(len(table))) if must else set(_peers(layout, group))
+        differ = len(set(contents[structure].values())) > 1
+        if len(telling) == _SHOWN or min(contents[structure] if differ else here) != own:
             continue  # the lowest holder tells, so that a name comes once
-        if len(set(content_by_rank.values())) > 1:
-            telling.append(
-                f"{member.name!r} ({layout.scheme}) holds different values on {_on(sorted(content_by_rank))}"
-            )
-        elif layout.everywhere and len(content_by_rank) < world_size:
+        if differ:
+            telling.append(f"{member.name!r} ({layout.scheme}) holds different values on {_on(contents[structure])}")
+        elif not wanted <= here:
             shape = "x".join(map(str, member.shape)) or "scalar"
-            telling.append(f"{member.name!r} ({shape}, {member.dtype}) is only on {_on(sorted(content_by_rank))}")
+            telling.append(f"{member.name!r} ({shape}, {member.dtype}) is only on {_on(here)}")
     told = [text for texts in gather_objects(telling, group) for text in texts]
     if not told:
         told = ["the same parameters come in another order"]
     more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     raise LayoutError(
-        f"the ranks do not hold the same plain or replicated parameters: {'; '.join(told[:_SHOWN])}{more}. Replicas "
-        "that lost synchronisation must be synchronised first; parameters of a pipeline stage need pipeline_group=, "
-        "parameters that only this rank has (experts) need owned=, ranks that do not belong to this model need group="
+        f"the ranks do not hold the same parameters: {'; '.join(told[:_SHOWN])}{more}. Replicas that lost "
+        "synchronisation must be synchronised first; parameters of a pipeline stage need pipeline_group=, parameters "
+        "that only this rank has (experts) need owned=, ranks that do not belong to this model need group="
     )
 
 
-def _on(ranks: Sequence[int]) -> str:
+def _on(where: Iterable[int]) -> str:
+    ranks = sorted(where)
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

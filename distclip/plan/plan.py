@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distclip.measure import RangeCache
 from distclip.plan.layout import Layout
+from distclip.plan.partial import Reduction
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Entry:
     placements: tuple[Placement, ...] | None
     """Placements its gradient is expected to have, for a DTensor."""
     weight: float
-    """A number in [1, 2) made of the name: marks this entry in sums that show on which ranks it has a gradient."""
+    """A number in [1, 2) made of the name (one for all copies of a tied parameter): marks this entry in sums that show
+    on which ranks it has a gradient."""
 
     def owned_by(self, rank: int) -> bool:
         """Whether `rank` contributes these elements to sums over ranks."""
@@ -70,6 +72,10 @@ class Plan:
     class_table: Tensor
     """Identities of the layout classes of all ranks, int64 on the CPU, shape [world size, most classes on a rank],
     padded with 0: equal numbers mean equal elements."""
+    other_placements: bool = False
+    """Whether any rank of the run has gradients that are placed unlike their parameters; the same on all ranks."""
+    reductions: tuple[Reduction, ...] = ()
+    """What must be summed over mesh axes before it is measured."""
     ddp: tuple[weakref.ReferenceType[DistributedDataParallel], ...] = ()
     fsdp2: tuple[weakref.ReferenceType[FSDPModule], ...] = ()
     """FSDP2 units, which are asked whether they synchronise."""

@@ -65,7 +65,7 @@ def _raise(plan: Plan, gradients: Gradients, bad: set[int]) -> None:
 
 
 def _sum(gradients: Gradients, indices: Sequence[int]) -> float:
-    tensors = [gradient for index in indices if (gradient := gradients.local[index]) is not None]
+    tensors = gradients.measurable(indices)
     return float(measure(tensors, 2.0)[0]) if tensors else 0.0
 
 

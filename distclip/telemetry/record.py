@@ -37,7 +37,7 @@ class StepRecord:
     clip_coefficient: float
     clipped: bool
     nan: int
-    """Bad elements over all ranks, each counted at its owner (replicas on other ranks count only if the owner's is good)."""
+    """Bad elements over all ranks, each at its owner; those on replicas count only where no owner has one."""
     inf: int
     local_nan: int
     """Bad elements on this rank."""
@@ -103,7 +103,7 @@ class Sink(Protocol):
         """An optimizer stepped with gradients that were known to be nonfinite: weights are probably poisoned."""
 
     def phase(self, name: str) -> None:
-        """"training", "evaluation", "checkpoint" or "other": whether steps are due."""
+        """ "training", "evaluation", "checkpoint" or "other": whether steps are due."""
 
     def close(self) -> None:
         """The clipper or the process is going away."""

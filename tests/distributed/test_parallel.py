@@ -1,0 +1,322 @@
+"""Tensor, sequence, pipeline and expert parallel, and their products: figures, gradients after, collectives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import distclip
+from distclip.testing import RankFailure, oracle
+from distclip.testing.collectives import count
+
+
+def placed(gradient: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
+    """A zero parameter whose gradient is `gradient`, distributed alike."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    parameter.grad = distribute_tensor(gradient, mesh, placements)
+    return parameter
+
+
+def plain(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def _tensor_parallel() -> tuple[float, dict[str, int], list[float]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    pairs = [
+        ("sharded", placed(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])),
+        ("replicated", plain(torch.tensor([12.0]))),
+    ]
+    clipper = distclip.GradientClipper(pairs, max_norm=1.0)
+    norm = clipper.measure().total_norm.item()
+    with count() as issued:
+        clipper.clip_()
+    return norm, dict(issued), [oracle.gather_full_gradient(p).ravel().tolist() for _, p in pairs]
+
+
+def test_tensor_parallel_with_plain_replicated_parameters(ranks: Any) -> None:
+    for norm, issued, after in ranks(_tensor_parallel, 2):
+        assert norm == 13.0
+        assert issued == {"allreduce": 1}
+        assert after[0] == pytest.approx([3 / 13, 4 / 13], rel=1e-6)
+        assert after[1] == pytest.approx([12 / 13], rel=1e-6)
+
+
+def _two_meshes() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    a = placed(torch.tensor([3.0, 0.0]), mesh["dp"], [Shard(0)])
+    b = placed(torch.tensor([0.0, 4.0]), mesh["tp"], [Shard(0)])
+    both = distclip.clip_grad_norm_([a, b], 1.0).item()
+    c = placed(torch.tensor([[3.0, 0.0], [0.0, 0.0]]), mesh, [Shard(0), Shard(1)])
+    b = placed(torch.tensor([0.0, 4.0]), mesh["tp"], [Shard(0)])
+    return both, distclip.clip_grad_norm_([c, b], 1.0).item()
+
+
+def test_several_meshes(ranks: Any) -> None:
+    assert ranks(_two_meshes, 4) == [(5.0, 5.0)] * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _sequence_parallel(shape: tuple[int, ...], nonfinite: str) -> dict[str, Any]:
+    """A block with sequence-parallel norm, against the same block in one process."""
+    torch.manual_seed(0)
+    reference, block = Block(), Block()
+    block.load_state_dict(reference.state_dict())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    tp = mesh["tp"] if len(shape) == 2 else mesh
+    parallelize_module(
+        block,
+        tp,
+        {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
+    if len(shape) == 2:
+        fully_shard(block, mesh=mesh["dp"])
+    batch = torch.randn(2, 4, 4)
+    reference(batch).square().sum().backward()
+    part = batch.chunk(2, dim=1)[tp.get_local_rank()]
+    out = block(part)
+    (out.to_local() if isinstance(out, DTensor) else out).square().sum().backward()
+    partial = [p for p in block.parameters() if any(q.is_partial() for q in p.grad.placements)]  # type: ignore[union-attr]
+    wanted = [oracle.gather_full_gradient(p) for p in reference.parameters()]
+    clipper = distclip.GradientClipper(block, max_norm=0.5, nonfinite=nonfinite)  # type: ignore[arg-type]
+    norm = clipper.measure().total_norm.item()
+    with count() as issued:
+        clipper.clip_()
+    got = [oracle.gather_full_gradient(p) for p in block.parameters()]
+    limit = 0.5 / oracle.norm(wanted, 2.0)
+    worst = max(float(abs(a - b * limit).max()) for a, b in zip(got, wanted, strict=True))
+    return {
+        "partial": len(partial),
+        "still": sum(any(q.is_partial() for q in p.grad.placements) for p in partial),  # type: ignore[union-attr]
+        "norm": norm / oracle.norm(wanted, 2.0),
+        "worst": worst,
+        "issued": dict(issued),
+    }
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_sequence_parallel_gradients_are_summed_before_they_are_measured(ranks: Any, shape: tuple[int, ...]) -> None:
+    for said in ranks(_sequence_parallel, math.prod(shape), shape, "skip"):
+        if len(shape) == 1:
+            assert said["partial"] == said["still"] == 2
+            assert said["issued"] == {"allreduce": 2}  # the packet, and one for the addends
+        assert said["norm"] == pytest.approx(1.0, rel=1e-6)
+        assert said["worst"] < 1e-6
+
+
+def _partial(value: float, mode: str) -> tuple[float, list[float]]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    addend = [torch.tensor([1.0, 4.0, 5.0]), torch.tensor([2.0, 0.0, value])][dist.get_rank()]
+    parameter.grad = DTensor.from_local(addend, mesh, [Partial()])
+    clipper = distclip.GradientClipper([("norm", parameter)], max_norm=1.0, nonfinite=mode)  # type: ignore[arg-type]
+    report = clipper.clip_()
+    return report.total_norm.item(), parameter.grad.full_tensor().tolist()
+
+
+def test_addends_are_measured_by_their_sum_and_zeroed_together(ranks: Any) -> None:
+    for norm, after in ranks(_partial, 2, -5.0, "skip"):
+        assert norm == 5.0
+        assert after == pytest.approx([0.6, 0.8, 0.0], rel=1e-6)
+    for norm, after in ranks(_partial, 2, math.nan, "zero"):
+        assert norm == 5.0
+        assert after == pytest.approx([0.6, 0.8, 0.0], rel=1e-6)
+
+
+def _partial_functional() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    other = plain(torch.tensor([3.0, 4.0]))
+    said = []
+    for step in range(3):
+        addend = torch.tensor([[3.0, 0.0], [0.0, 4.0]])[dist.get_rank()]
+        parameter.grad = DTensor.from_local(addend, mesh, [Partial()])
+        said.append(distclip.get_total_norm([parameter]).item())
+        # caches that differ: rank 1 comes with parameters that it has not shown before
+        again = [other] if step == 0 or dist.get_rank() == 0 else [plain(torch.tensor([3.0, 4.0]))]
+        said.append(distclip.get_total_norm(again).item())
+        if step and dist.get_rank() == 1:
+            fresh = nn.Parameter(parameter.detach().clone())
+            fresh.grad, parameter = parameter.grad, fresh
+        said.append(distclip.get_total_norm([parameter]).item())
+    return said
+
+
+def test_functions_with_partial_gradients_do_not_hang_when_caches_differ(ranks: Any) -> None:
+    assert ranks(_partial_functional, 2) == [[5.0] * 9] * 2
+
+
+def _stages(norm_type: float) -> tuple[float, float]:
+    gradient = torch.tensor([3.0 + dist.get_rank()])
+    parameter = plain(gradient)
+    norm = distclip.clip_grad_norm_([("0.weight", parameter)], 1.0, norm_type, pipeline_group=dist.group.WORLD).item()
+    assert parameter.grad is not None
+    return norm, parameter.grad.item()
+
+
+@pytest.mark.parametrize(("norm_type", "wanted"), [(2.0, 5.0), (1.0, 7.0), (3.0, 4.497941), (math.inf, 4.0)])
+def test_hand_made_stages_with_the_same_names(ranks: Any, norm_type: float, wanted: float) -> None:
+    said = ranks(_stages, 2, norm_type)
+    assert [norm for norm, _ in said] == pytest.approx([wanted] * 2, rel=1e-6)
+    assert [after for _, after in said] == pytest.approx([3 / wanted, 4 / wanted], rel=1e-6)
+
+
+def _tied() -> float:
+    rank = dist.get_rank()
+    embedding = plain(torch.tensor([3.0]))  # summed over first and last stage, as Megatron-LM does
+    own = plain(torch.tensor([[4.0], [12.0]][rank]))
+    name = "embedding.weight" if rank == 0 else "head.weight"
+    return distclip.get_total_norm(
+        [(name, embedding), ("layer.weight", own)],
+        pipeline_group=dist.group.WORLD,
+        tied=[("embedding.weight", "head.weight")],
+    ).item()
+
+
+def test_an_embedding_held_by_two_stages_counts_once(ranks: Any) -> None:
+    assert ranks(_tied, 2) == [13.0, 13.0]
+
+
+def _experts(how: str, norm_type: float) -> float:
+    rank = dist.get_rank()
+    values = [[2.0, 4.0], [6.0, 8.0]][rank % 2]
+    if how == "none on rank 1" and rank == 1:
+        values = []
+    parameters = [(f"experts.{2 * rank + index}.weight", plain(torch.tensor([v]))) for index, v in enumerate(values)]
+    if how == "marked":
+        for index, (_, parameter) in enumerate(parameters):
+            parameter.data.fill_(float(10 * rank + index))
+            parameter.allreduce = False  # type: ignore[attr-defined]
+    owned = () if how == "marked" else ["experts.*"]
+    return distclip.get_total_norm(parameters, norm_type, owned=owned).item()
+
+
+@pytest.mark.parametrize(
+    ("how", "norm_type", "wanted"),
+    [
+        ("owned", 2.0, 10.954451),
+        ("owned", math.inf, 8.0),
+        ("none on rank 1", 2.0, 4.472136),
+        ("marked", 2.0, 10.954451),
+    ],
+)
+def test_experts_owned_by_ranks(ranks: Any, how: str, norm_type: float, wanted: float) -> None:
+    assert ranks(_experts, 2, how, norm_type) == pytest.approx([wanted] * 2, rel=1e-7)
+
+
+def _replicated_experts() -> tuple[float, str]:
+    """EP 2 x DP 2: ranks 0 and 2 share experts, ranks 1 and 3 the others."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    values = [[2.0, 4.0], [6.0, 8.0]][rank % 2]
+    pairs = [(f"experts.{index}.weight", plain(torch.tensor([v]))) for index, v in enumerate(values)]
+    clipper = distclip.GradientClipper(
+        [*pairs, ("dense", plain(torch.tensor([5.0])))], owned={"experts.*": groups[rank % 2]}
+    )
+    return clipper.measure().total_norm.item(), clipper.explain()
+
+
+def test_experts_with_replicas(ranks: Any) -> None:
+    for rank, (norm, table) in enumerate(ranks(_replicated_experts, 4)):
+        assert norm == pytest.approx(145**0.5, rel=1e-7)
+        assert f"ranks {rank % 2}, {rank % 2 + 2}" in table
+
+
+def _experts_without_tokens() -> float:
+    rank = dist.get_rank()
+    parameters = [(f"experts.{rank}", nn.Parameter(torch.zeros(1))), ("dense", plain(torch.tensor([4.0])))]
+    if rank == 0:
+        parameters[0][1].grad = torch.tensor([3.0])
+    return distclip.get_total_norm(parameters, owned=["experts.*"]).item()
+
+
+def test_an_expert_without_tokens(ranks: Any) -> None:
+    assert ranks(_experts_without_tokens, 2) == [5.0, 5.0]
+
+
+def _sub_mesh_experts() -> tuple[float, float]:
+    """Dense parameters on the whole mesh, experts on their own mesh (EP 2, FSDP 2 within)."""
+    dense_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    moe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    dense = placed(torch.arange(1.0, 9.0), dense_mesh, [Shard(0)])
+    experts = placed(torch.arange(1.0, 13.0).view(4, 3), moe, [Shard(0), Shard(1)])
+    wanted = oracle.norm([oracle.gather_full_gradient(p) for p in (dense, experts)], 2.0)
+    return distclip.get_total_norm([("dense", dense), ("experts", experts)]).item(), wanted
+
+
+def test_experts_on_their_own_mesh(ranks: Any) -> None:
+    for norm, wanted in ranks(_sub_mesh_experts, 4):
+        assert norm == pytest.approx(wanted, rel=1e-7)
+
+
+def _three_dimensions() -> tuple[float, float]:
+    """PP 2 x TP 2 x FSDP2 2: each stage one block on its own 2-D mesh."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage = mesh["pp"].get_local_rank()
+    references = [Block(), Block()]
+    block = Block()
+    block.load_state_dict(references[stage].state_dict())
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+    batch = torch.randn(2, 4, 4)
+    for reference in references:
+        reference(batch).square().sum().backward()
+    block(batch).square().sum().backward()
+    wanted = oracle.norm([oracle.gather_full_gradient(p) for r in references for p in r.parameters()], 2.0)
+    norm = distclip.clip_grad_norm_(block, 1.0, pipeline_group=mesh["pp"].get_group())
+    return norm.item() / wanted, distclip.get_total_norm(block, pipeline_group=mesh["pp"].get_group()).item()
+
+
+def test_pipeline_times_tensor_times_fsdp2_on_eight_ranks(ranks: Any) -> None:
+    for ratio, after in ranks(_three_dimensions, 8):
+        assert ratio == pytest.approx(1.0, rel=1e-6)
+        assert after == pytest.approx(1.0, rel=1e-5)
+
+
+def _another_model() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    names = ["a", "b"] if dist.get_rank() == 0 else ["a", "c"]
+    parameters = [(name, nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))) for name in names]
+    distclip.GradientClipper(parameters)
+
+
+def test_ranks_of_a_mesh_with_other_parameters_are_told(ranks: Any) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(_another_model, 2)
+    texts = {str(error) for error in failure.value.errors.values()}
+    assert len(failure.value.errors) == 2
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "'b' (4, float32) is only on rank 0" in text
+    assert "'c' (4, float32) is only on rank 1" in text
