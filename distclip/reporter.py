@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -121,10 +120,11 @@ class Reporter:
                 missing_tensors=survey.gradients.missing,
                 loss_scale=None if report.loss_scale is None else float(report.loss_scale),
                 learning_rate=outcome.learning_rate,
-                loss=None if outcome.loss is None else _finite_or_none(float(outcome.loss)),
+                loss=None if outcome.loss is None else float(outcome.loss),
                 step_seconds=None if previous is None else now - previous,
                 clip_seconds=outcome.clip_seconds,
                 wait_seconds=survey.wait_seconds,
+                diverged=survey.divergent,
                 culprits=outcome.culprits,
             )
         )
@@ -147,7 +147,3 @@ class Reporter:
             torch_version=torch.__version__,
             has_optimizer=self._has_optimizer,
         )
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

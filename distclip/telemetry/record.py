@@ -61,6 +61,8 @@ class StepRecord:
     """Time spent inside distclip in this step."""
     wait_seconds: float
     """Part of it spent waiting in the packet's all-reduce."""
+    diverged: bool = False
+    """Whether replicas had different gradients in this step: lost synchronisation or corrupt data."""
     culprits: tuple[Culprit, ...] = ()
     """At most 10, over all ranks, when the step was nonfinite; the same on every rank."""
 
@@ -103,7 +105,7 @@ class Sink(Protocol):
         """An optimizer stepped with gradients that were known to be nonfinite: weights are probably poisoned."""
 
     def phase(self, name: str) -> None:
-        """ "training", "evaluation", "checkpoint" or "other": whether steps are due."""
+        """Whether steps are due: "training", "evaluation", "checkpoint" or "other"."""
 
     def close(self) -> None:
         """The clipper or the process is going away."""
