@@ -1,7 +1,8 @@
-"""No process outlives the pool's process, however that ends. Uses the pool from a plain script, as a user would."""
+"""No process and no file outlives the pool's process, however that ends. The pool is used from a plain script here."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def hang():
     dist.barrier()
 
 if __name__ == "__main__":
+    assert "pytest" not in sys.modules
     pool = RankPool()
     for found in pool.run(pids, 2):
         print(found.rank, found.nursery, flush=True)
@@ -51,8 +53,13 @@ def gone(pid: int) -> bool:
 def test_no_process_is_left(tmp_path: Path, ending: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, str(script), ending], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), ending],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     ) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().split() for _ in range(2)]
@@ -61,6 +68,7 @@ def test_no_process_is_left(tmp_path: Path, ending: str) -> None:
         if ending == "hang":
             assert process.stdout.readline() == "busy\n"
             time.sleep(0.2)
+            assert any(temporary.glob("distclip-*")), "else the last line of this test proves nothing"
             process.send_signal(signal.SIGKILL)
     assert process.returncode == {"normal": 0, "hang": -signal.SIGKILL}[ending]
     # The killed process could not wait for them; the others end at once, by signals.
@@ -68,3 +76,4 @@ def test_no_process_is_left(tmp_path: Path, ending: str) -> None:
     while not all(map(gone, pids)) and time.monotonic() < end:
         time.sleep(0.05)
     assert [pid for pid in pids if not gone(pid)] == []
+    assert [path for path in temporary.iterdir() if path.name.startswith(("distclip-", "tmp"))] == []
