@@ -3,7 +3,7 @@
 Between `loss.backward()` and `optimizer.step()`: measure the gradients of the whole model however they are laid out,
 bring all ranks to one decision, carry it out, and report what happened.
 
-    functions   `clip_grad_norm_`, `get_total_norm`: the shape of torch.nn.utils
+    functions   `clip_grad_norm_`, `get_total_norm`, `clip_grad_value_`: the shape of torch.nn.utils
     class       `GradientClipper` and its `StepReport`: clip, step or skip, with and without GradScaler
     telemetry   `phase`: tells that no steps are due
     errors      `DistclipError` and what derives from it
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distclip.clipper import GradientClipper
     from distclip.errors import AgreementError, ConfigError, DistclipError, LayoutError, NonfiniteGradientError
-    from distclip.functional import clip_grad_norm_, get_total_norm
+    from distclip.functional import clip_grad_norm_, clip_grad_value_, get_total_norm
+    from distclip.plan.groups import ParamGroup
     from distclip.report import GroupReport, HostReport, StepReport
     from distclip.reporter import phase
 
@@ -34,8 +35,10 @@ __all__ = [
     "HostReport",
     "LayoutError",
     "NonfiniteGradientError",
+    "ParamGroup",
     "StepReport",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "get_total_norm",
     "phase",
 ]
@@ -45,7 +48,9 @@ _MODULES = {
     "StepReport": "report",
     "GroupReport": "report",
     "HostReport": "report",
+    "ParamGroup": "plan.groups",
     "clip_grad_norm_": "functional",
+    "clip_grad_value_": "functional",
     "get_total_norm": "functional",
     "phase": "reporter",
 }

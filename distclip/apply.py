@@ -88,6 +88,20 @@ def zero_nonfinite_(gradients: Sequence[Tensor]) -> None:
             block.masked_fill_(block.isfinite().logical_not_(), 0.0)
 
 
+@torch.no_grad()
+def clamp_(gradients: Sequence[Tensor], bound: float) -> None:
+    """Clamp every element to [-bound, bound], in place; nan stays nan. Sparse gradients must be coalesced.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, -0.5])
+        >>> clamp_([gradient], 1.0)
+        >>> gradient
+        tensor([ 1.0000, -0.5000])
+    """
+    for gradient in gradients:
+        writable(gradient).clamp_(-bound, bound)
+
+
 def _targets(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[Tensor]:
     """What to multiply: every number of every gradient once, in as few tensors as is cheap to find out."""
     if cache is None:

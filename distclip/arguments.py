@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from distclip.errors import ConfigError
+from distclip.plan.groups import DEFAULT, ParamGroup
 
 NonfiniteMode = Literal["skip", "raise", "zero", "propagate"]
 
@@ -49,6 +51,35 @@ def check_count(name: str, count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigError(f"{name} must be a whole number >= 0, not {count!r}")
     return count
+
+
+def check_param_groups(groups: Any) -> dict[str, float]:
+    """The limits of the param groups that have one."""
+    if groups is None or callable(groups):
+        return {}
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            f"param_groups must map names to ParamGroup, or be a function of a parameter's name, not {groups!r}"
+        )
+    limits = {}
+    for key, group in groups.items():
+        if not isinstance(key, str) or not isinstance(group, ParamGroup):
+            raise TypeError(
+                f"param_groups must map names to ParamGroup(match=..., max_norm=...), not {key!r}: {group!r}"
+            )
+        if key == DEFAULT:
+            raise ConfigError(f"param group {DEFAULT!r} is the name of what no group claims: its limit is max_norm")
+        if group.max_norm is not None:
+            limits[key] = check_max_norm(group.max_norm)
+    return limits
+
+
+def check_clip_value(value: Any) -> float:
+    """A bound of absolute values: a number >= 0."""
+    bound = _number("clip_value", value)
+    if math.isnan(bound) or bound < 0.0:
+        raise ConfigError(f"clip_value must be >= 0, not {bound:g}")
+    return bound
 
 
 def check_telemetry(telemetry: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,12 +26,14 @@ from distclip.arguments import (
     check_multiplier,
     check_nonfinite,
     check_norm_type,
+    check_param_groups,
     check_telemetry,
 )
 from distclip.culprits import describe, find_culprits
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import resolve
+from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
 from distclip.policy import Decision, decide_fixed
@@ -54,6 +56,8 @@ class GradientClipper:
         optimizer: one or several that share this norm; they step together or not at all. None for `clip_` only.
         max_norm: the limit, > 0; None or inf only measures.
         norm_type: p of the p-norm, > 0 or inf.
+        param_groups: name -> `ParamGroup`, or a function from a parameter's name to a group's name (or None). Groups
+            with a limit are clipped by their own norm, all others together by theirs.
         nonfinite: what to do when any gradient anywhere is nan or inf:
             "skip": no optimizer runs, nothing is multiplied;
             "raise": `NonfiniteGradientError` on every rank, naming ranks and parameters;
@@ -83,6 +87,7 @@ class GradientClipper:
         *,
         max_norm: float | None = 1.0,
         norm_type: float = 2.0,
+        param_groups: ParamGroups = None,
         nonfinite: NonfiniteMode = "skip",
         max_consecutive_skips: int = 10,
         scaler: Any = None,
@@ -93,7 +98,8 @@ class GradientClipper:
         telemetry: Literal["auto"] | Sink | None = "auto",
     ) -> None:
         self._group = resolve(group)
-        self._declaration = Declaration(owned=owned, tied=tied, pipeline_group=pipeline_group)
+        self._declaration = Declaration(owned, tied, pipeline_group, param_groups)
+        self._limits: dict[str, float] = {}
         self._items: list[Any] = []
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         problem: Exception | None = None
@@ -102,6 +108,7 @@ class GradientClipper:
             self._norm_type = check_norm_type(norm_type)
             self._nonfinite = check_nonfinite(nonfinite)
             self._max_consecutive_skips = check_count("max_consecutive_skips", max_consecutive_skips)
+            self._limits = check_param_groups(param_groups)
             self._optimizers = _as_optimizers(optimizer)
             self._scaler = amp.check_scaler(scaler)
             check_telemetry(telemetry)
@@ -113,6 +120,7 @@ class GradientClipper:
             "max_norm": repr(max_norm),
             "norm_type": repr(norm_type),
             "nonfinite": repr(nonfinite),
+            "param_groups": repr(param_groups) if isinstance(param_groups, Mapping) else str(param_groups is not None),
             "max_consecutive_skips": repr(max_consecutive_skips),
             "scaler": "given" if scaler is not None else "None",
         }
@@ -200,7 +208,6 @@ class GradientClipper:
         found = survey(
             self.plan,
             self._make_plan,
-            groups=len(self.plan.param_groups),
             group=self._group,
             device=self.plan.device,
             norm_type=self._norm_type,
@@ -219,7 +226,7 @@ class GradientClipper:
             found.norms * multiplier,
             found.nan,
             found.inf,
-            [None] * len(found.plan.param_groups),
+            [self._limits.get(name) for name in found.plan.param_groups],
             self._max_norm,
             self._norm_type,
             by_rest=self._nonfinite == "zero",
@@ -240,7 +247,8 @@ class GradientClipper:
             for bucket in found.plan.buckets:
                 gradients = found.gradients.of(bucket)
                 factor = decision.coefficients[bucket.param_group] * multiplier
-                scale_(gradients, factor if factor.device.type == "cuda" else float(factor))
+                cache = found.gradients.cache_of(bucket)
+                scale_(gradients, factor if factor.device.type == "cuda" else float(factor), cache=cache)
         if self._scaler is not None:
             found_inf = decision.nonfinite if self._nonfinite != "zero" else torch.zeros_like(decision.nonfinite)
             amp.record_decision(self._scaler, self._optimizers, found_inf, found.plan.device)

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` and `get_total_norm`: the shape of `torch.nn.utils`, right for every layout.
+"""`clip_grad_norm_`, `get_total_norm` and `clip_grad_value_`: the shape of `torch.nn.utils`, right for every layout.
 
 Call them on every rank of the group, after a backward that synchronised, with the module (so that wrappers can be
 seen) or with its parameters. The first call with a set of parameters makes a plan with all other ranks; later calls
@@ -17,15 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from distclip.apply import scale_
-from distclip.arguments import check_max_norm, check_norm_type
+from distclip.apply import clamp_, scale_
+from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
-from distclip.errors import DistclipError, NonfiniteGradientError
+from distclip.errors import DistclipError, LayoutError, NonfiniteGradientError
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
+from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
-from distclip.plan.sources import Source, items_of, tensors_of
+from distclip.plan.sources import Source, items_of, tensors_of, walk
 from distclip.policy import decide_fixed
 from distclip.report import GroupReport, StepReport
 from distclip.reporter import Outcome, Reporter, process_sink
@@ -128,6 +130,51 @@ def get_total_norm(
 
 
 @torch.no_grad()
+def clip_grad_value_(source: Source, clip_value: float, foreach: bool | None = None) -> None:
+    """Clamp every element of every gradient to [-clip_value, clip_value], in place.
+
+    Takes the place of `torch.nn.utils.clip_grad_value_` (torch/nn/utils/clip_grad.py). Exact on shards, because it looks
+    at one element at a time; hence no rank needs another, and nan stays nan. Addends of a Partial gradient are refused.
+
+    Args:
+        source: as for `clip_grad_norm_`.
+        clip_value: the bound, >= 0.
+        foreach: accepted so that calls written for torch fit.
+
+    Raises:
+        ConfigError: a bad bound.
+        LayoutError: a gradient is Partial, so that no rank knows its elements; or it is complex.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, -0.5])
+        >>> clip_grad_value_([weight], 1.0)
+        >>> weight.grad
+        tensor([ 1.0000, -0.5000])
+    """
+    bound = check_clip_value(clip_value)
+    gradients = []
+    for found in walk(items_of(source)):
+        gradient = found.parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            raise LayoutError(
+                f"the gradient of {found.name!r} is Partial: this rank has only an addend of each element. Redistribute "
+                "it to the parameter's placements before clipping by value"
+            )
+        if gradient.is_complex():
+            raise LayoutError(
+                f"the gradient of {found.name!r} is complex, and complex numbers have no order to clamp by"
+            )
+        if gradient.is_sparse:
+            # an element of an uncoalesced gradient is a sum of entries, which cannot be clamped one by one
+            gradient = found.parameter.grad = gradient.coalesce()
+        gradients.append(local_of(gradient))
+    clamp_(gradients, bound)
+
+
+@torch.no_grad()
 def _call(
     source: Source,
     limit_of: Callable[[], float | None],
@@ -173,7 +220,6 @@ def _call(
     found = survey(
         plan,
         make_plan,
-        groups=1,
         group=group,
         device=device,
         norm_type=p,
@@ -185,7 +231,7 @@ def _call(
     if limit is not None and not decision.nonfinite:
         factor = decision.coefficients[0] if device.type == "cuda" else float(decision.coefficients[0])
         for bucket in found.plan.buckets:
-            scale_(found.gradients.of(bucket), factor)
+            scale_(found.gradients.of(bucket), factor, cache=found.gradients.cache_of(bucket))
     calls.steps += 1
     report = StepReport(
         step=calls.steps,

@@ -71,7 +71,6 @@ def survey(
     plan: Plan | None,
     make_plan: Callable[[Exception | None], Plan],
     *,
-    groups: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
     norm_type: float,
@@ -90,7 +89,7 @@ def survey(
         packet = exchange(
             plan,
             gradients,
-            groups=groups,
+            groups=1 if plan is None else len(plan.param_groups),
             group=group,
             device=device,
             norm_type=norm_type,

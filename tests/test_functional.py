@@ -227,3 +227,59 @@ def test_max_norm_none_only_measures() -> None:
     assert report.clip_coefficient.item() == 1.0
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+def test_param_groups_have_limits_of_their_own() -> None:
+    model = nn.ModuleDict({"emb": nn.Linear(1, 1, bias=False), "a": nn.Linear(1, 1, bias=False)})
+    model["emb"].weight.grad = torch.tensor([[10.0]])
+    model["a"].weight.grad = torch.tensor([[4.0]])
+    groups = {"embedding": distclip.ParamGroup(match="*emb*", max_norm=0.5)}
+    report = distclip.GradientClipper(model, max_norm=1.0, param_groups=groups).clip_()
+    assert report.total_norm.item() == pytest.approx(116**0.5)
+    assert report.param_groups["embedding"].norm.item() == 10.0
+    assert report.param_groups["embedding"].coefficient.item() == pytest.approx(0.05, rel=1e-6)
+    assert report.clip_coefficient.item() == report.param_groups["default"].coefficient.item()
+    assert model["emb"].weight.grad.item() == pytest.approx(0.5, rel=1e-6)
+    assert model["a"].weight.grad.item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_param_groups_without_limit_are_clipped_together() -> None:
+    model = nn.Linear(1, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
+    report = distclip.GradientClipper(model, max_norm=1.0, param_groups=lambda name: name).clip_()
+    assert list(report.param_groups) == ["bias", "weight", "default"]
+    assert report.host().param_groups["weight"]["norm"] == 3.0
+    assert model.weight.grad.item() == pytest.approx(0.6, rel=1e-6)
+    assert model.bias.grad.item() == pytest.approx(0.8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind", "text"),
+    [
+        ({"a": distclip.ParamGroup(match="nothing*")}, distclip.ConfigError, "'a' matches no parameter on any rank"),
+        ({"default": distclip.ParamGroup(match="*")}, distclip.ConfigError, "its limit is max_norm"),
+        ({"a": distclip.ParamGroup(match="*", max_norm=0.0)}, distclip.ConfigError, "max_norm must be > 0"),
+        ({"a": "weight"}, TypeError, "must map names to ParamGroup"),
+        (["weight"], TypeError, "must map names to ParamGroup, or be a function"),
+        (lambda name: 3, distclip.ConfigError, "must return the name of a group"),
+    ],
+)
+def test_bad_param_groups(groups: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        distclip.GradientClipper(nn.Linear(1, 1), param_groups=groups)
+
+
+def test_clip_grad_value() -> None:
+    parameter = _parameter(torch.tensor([3.0, -0.5, math.nan, -math.inf]))
+    distclip.clip_grad_value_([parameter], 1.0)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == pytest.approx([1.0, -0.5, math.nan, -1.0], nan_ok=True)
+    sparse = nn.Embedding(3, 1, sparse=True)
+    sparse(torch.tensor([1, 1, 2])).sum().backward()
+    distclip.clip_grad_value_(sparse, 1.5)
+    assert sparse.weight.grad is not None
+    assert sparse.weight.grad.to_dense().flatten().tolist() == [0.0, 1.5, 1.0]
+    with pytest.raises(distclip.ConfigError, match="clip_value must be >= 0"):
+        distclip.clip_grad_value_([parameter], -1.0)
+    with pytest.raises(distclip.LayoutError, match="complex"):
+        distclip.clip_grad_value_([_parameter(torch.ones(1, dtype=torch.complex64))], 1.0)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,19 +18,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from distclip.errors import DistclipError, LayoutError
-from distclip.plan import ddp
+from distclip.plan import ddp, groups
 from distclip.plan.collectives import packet_device, wait_for_all
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
+from distclip.plan.groups import ParamGroups
 from distclip.plan.handshake import LayoutClass, Member, holders_of, introduce
 from distclip.plan.layout import Layout
 from distclip.plan.partial import agree_placements, placements_differ, reductions_of
 from distclip.plan.plan import Bucket, Entry, Plan
 from distclip.plan.sources import Found, modules_of, walk
-
-DEFAULT_GROUP = "default"
-"""Name of the param group of everything that no other claims."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,7 @@ class Declaration:
     tied: Sequence[str | tuple[str, ...]] = ()
     """Parameters that several pipeline stages hold together."""
     pipeline_group: dist.ProcessGroup | None = None
-    param_groups: tuple[str, ...] = ()
-    """Names of the param groups besides "default", in the order of their limits."""
-    assign: Callable[[str], str] | None = field(default=None)
-    """Parameter name -> param group; everything is "default" without it."""
+    param_groups: ParamGroups = None
 
     def problem(self) -> None:
         """Raise TypeError for arguments of the wrong kind."""
@@ -74,10 +69,12 @@ def build_plan(
     declaration = declaration or Declaration()
     wait_for_all(group, "distclip's plan")
     found: list[Found] = []
+    keys: list[str] = []
     if problem is None:
         try:
             declaration.problem()
             found = walk(items)
+            keys = groups.assign(declaration.param_groups, [item.name for item in found])
         except (DistclipError, TypeError) as error:
             problem = error
     parameters = [item.parameter for item in found]
@@ -92,7 +89,7 @@ def build_plan(
     holders, table = holders_of(classes, problem, group)
 
     rank = dist.get_rank(group) if group is not None else 0
-    names = (*declaration.param_groups, DEFAULT_GROUP)
+    names = groups.agree(declaration.param_groups, keys, group)
     holders_by_entry: dict[int, tuple[int, ...]] = {}
     layout_by_entry: dict[int, Layout] = {}
     weights: dict[int, float] = {}
@@ -106,7 +103,7 @@ def build_plan(
             name=item.name,
             parameter=weakref.ref(item.parameter),
             layout=layout_by_entry[index],
-            param_group=names.index(declaration.assign(item.name)) if declaration.assign else len(names) - 1,
+            param_group=names.index(keys[index]),
             holders=holders_by_entry[index],
             local_numel=_local_numel(item.parameter),
             placements=placements[index],

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distclip.errors import DistclipError, LayoutError
+from distclip.measure import RangeCache
 from distclip.plan import ddp
 from distclip.plan.dtensor import local_of, synchronises
 from distclip.plan.fsdp1 import is_unsynchronised
@@ -46,6 +47,10 @@ class Gradients:
         """The gradients of a bucket that exist."""
         local = self.local
         return [gradient for index in bucket.entries if (gradient := local[index]) is not None]
+
+    def cache_of(self, bucket: Bucket) -> RangeCache | None:
+        """What is remembered about where the bucket's gradients lie, if they were measured where they lie."""
+        return None if self.summed else bucket.cache
 
     def measurable(self, indices: Sequence[int]) -> list[Tensor]:
         """The gradients of these entries as they are measured: sums in place of addends."""

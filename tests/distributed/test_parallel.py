@@ -320,3 +320,57 @@ def test_ranks_of_a_mesh_with_other_parameters_are_told(ranks: Any) -> None:
     text = texts.pop()
     assert "'b' (4, float32) is only on rank 0" in text
     assert "'c' (4, float32) is only on rank 1" in text
+
+
+def _groups_per_stage() -> tuple[list[str], float, float]:
+    rank = dist.get_rank()
+    parameter = plain(torch.tensor([3.0 + rank]))
+    clipper = distclip.GradientClipper(
+        [(f"layer{rank}", parameter)], pipeline_group=dist.group.WORLD, param_groups=lambda name: name
+    )
+    report = clipper.clip_()
+    return list(report.param_groups), report.total_norm.item(), report.param_groups["layer1"].norm.item()
+
+
+def test_stages_agree_on_the_groups_that_a_function_names(ranks: Any) -> None:
+    assert ranks(_groups_per_stage, 2) == [(["layer0", "layer1", "default"], 5.0, 4.0)] * 2
+
+
+def _limits_on_shards(wrap: str) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Block()
+    if wrap == "fsdp2":
+        model = fully_shard(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model(torch.randn(2, 4, 4)).square().sum().backward()
+    groups = {"up": distclip.ParamGroup("up.*", max_norm=0.25), "norm": distclip.ParamGroup(["norm.*"])}
+    clipper = distclip.GradientClipper(model, max_norm=0.5, param_groups=groups)
+    clipper.clip_()
+    full = {name: oracle.gather_full_gradient(p) for name, p in model.named_parameters()}
+    up = oracle.norm([g for name, g in full.items() if name.startswith("up")], 2.0)
+    return [up, oracle.norm([g for name, g in full.items() if not name.startswith("up")], 2.0)]
+
+
+@pytest.mark.parametrize("wrap", ["fsdp2", "tp"])
+def test_limits_of_groups_over_shards(ranks: Any, wrap: str) -> None:
+    for norms in ranks(_limits_on_shards, 2, wrap):
+        assert norms == pytest.approx([0.25, 0.5], rel=1e-5)
+
+
+def _value() -> tuple[list[float], str]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = placed(torch.tensor([3.0, -4.0, 0.5]), mesh, [Shard(0)])
+    distclip.clip_grad_value_([sharded], 1.0)
+    partial = nn.Parameter(distribute_tensor(torch.zeros(1), mesh, [Replicate()]))
+    partial.grad = DTensor.from_local(torch.ones(1), mesh, [Partial()])
+    with pytest.raises(distclip.LayoutError) as error:
+        distclip.clip_grad_value_([("norm.weight", partial)], 1.0)
+    return oracle.gather_full_gradient(sharded).tolist(), str(error.value)
+
+
+def test_clipping_by_value_is_exact_on_shards_and_refused_on_addends(ranks: Any) -> None:
+    for after, text in ranks(_value, 2):
+        assert after == [1.0, -1.0, 0.5]
+        assert "'norm.weight' is Partial" in text
