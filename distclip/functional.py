@@ -133,8 +133,8 @@ def get_total_norm(
 def clip_grad_value_(source: Source, clip_value: float, foreach: bool | None = None) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value], in place.
 
-    Takes the place of `torch.nn.utils.clip_grad_value_` (torch/nn/utils/clip_grad.py). Exact on shards, because it looks
-    at one element at a time; hence no rank needs another, and nan stays nan. Addends of a Partial gradient are refused.
+    Takes the place of `torch.nn.utils.clip_grad_value_` (torch/nn/utils/clip_grad.py). Exact on shards, because it
+    looks at one element at a time; hence no rank needs another, and nan stays nan. Addends of a Partial gradient are refused.
 
     Args:
         source: as for `clip_grad_norm_`.
@@ -160,7 +160,7 @@ def clip_grad_value_(source: Source, clip_value: float, foreach: bool | None = N
             continue
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
             raise LayoutError(
-                f"the gradient of {found.name!r} is Partial: this rank has only an addend of each element. Redistribute "
+                f"the gradient of {found.name!r} is Partial: this rank has only addends of its elements. Redistribute "
                 "it to the parameter's placements before clipping by value"
             )
         if gradient.is_complex():

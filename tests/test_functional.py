@@ -261,7 +261,7 @@ def test_param_groups_without_limit_are_clipped_together() -> None:
         ({"a": distclip.ParamGroup(match="*", max_norm=0.0)}, distclip.ConfigError, "max_norm must be > 0"),
         ({"a": "weight"}, TypeError, "must map names to ParamGroup"),
         (["weight"], TypeError, "must map names to ParamGroup, or be a function"),
-        (lambda name: 3, distclip.ConfigError, "must return the name of a group"),
+        (lambda name: 3, distclip.ConfigError, "must return a group"),
     ],
 )
 def test_bad_param_groups(groups: Any, kind: type[Exception], text: str) -> None:

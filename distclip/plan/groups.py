@@ -56,7 +56,7 @@ def assign(groups: ParamGroups, names: Sequence[str]) -> list[str]:
     for name, key in zip(names, found, strict=True):
         if key is not None and not isinstance(key, str):
             raise ConfigError(
-                f"param_groups returned {key!r} for {name!r}: it must return the name of a group, or None for the default"
+                f"param_groups returned {key!r} for {name!r}: it must return a group's name, or None for the default"
             )
     return [DEFAULT if key is None else key for key in found]
 
