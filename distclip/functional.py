@@ -134,7 +134,7 @@ def clip_grad_value_(source: Source, clip_value: float, foreach: bool | None = N
     """Clamp every element of every gradient to [-clip_value, clip_value], in place.
 
     Takes the place of `torch.nn.utils.clip_grad_value_` (torch/nn/utils/clip_grad.py). Exact on shards, because it
-    looks at one element at a time; hence no rank needs another, and nan stays nan. Addends of a Partial gradient are refused.
+    looks at one element at a time: no rank needs another, and nan stays nan. Addends of a Partial gradient are refused.
 
     Args:
         source: as for `clip_grad_norm_`.
