@@ -104,15 +104,11 @@ def holders_of(
     mine = [item.numbers() for item in classes]
     row = [number for numbers in mine for number in numbers]
     table = gather_integers(row + [0] * (_COLUMNS * width - len(row)), group)
-    holders, disputed = match(table, header[:, 1].tolist())
-    by_common: dict[int, set[int]] = defaultdict(set)
-    for rank, numbers in enumerate(table[:, 2::_COLUMNS].tolist()):
-        for common in numbers[: int(header[rank, 1])]:
-            by_common[common].add(rank)
+    holders, knowing, disputed = match(table, header[:, 1].tolist())
     lonely = {
         numbers[0]
         for item, numbers in zip(classes, mine, strict=True)
-        if not set(_peers(item.layout, group)) <= by_common[numbers[2]]
+        if not set(_peers(item.layout, group)) <= knowing[numbers[2]]
     }
     # What is missing in a mesh only its own ranks can see, so all must hear of it.
     if disputed or bool(gather_integers([len(lonely)], group).any()):
@@ -122,26 +118,28 @@ def holders_of(
     return [holders[numbers[0]] for numbers in mine], table[:, ::_COLUMNS].contiguous()
 
 
-def match(table: Tensor, counts: Sequence[int]) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """From all ranks' numbers: structure -> ranks that hold it, and the structures that ranks disagree about.
+def match(table: Tensor, counts: Sequence[int]) -> tuple[dict[int, tuple[int, ...]], dict[int, set[int]], set[int]]:
+    """From all ranks' numbers: structure -> ranks that hold it, common structure -> ranks that know it, and disputes.
 
     `table` is int64 [ranks, classes * 4], `counts` how many classes each rank has. Computed from the table alone, which
-    is the same everywhere, so that all ranks come to the same conclusion.
+    is the same everywhere, so that all ranks come to the same conclusion; seconds for tens of thousands of ranks.
     """
     contents: dict[int, int] = {}
-    ranks: dict[int, list[int]] = defaultdict(list)
+    holders: dict[int, list[int]] = defaultdict(list)
+    knowing: dict[int, set[int]] = defaultdict(set)
     disputed: set[int] = set()
     everywhere: set[int] = set()
     for rank, numbers in enumerate(table.tolist()):
         for at in range(0, counts[rank] * _COLUMNS, _COLUMNS):
-            structure, content, _, must = numbers[at : at + _COLUMNS]
-            ranks[structure].append(rank)
+            structure, content, common, must = numbers[at : at + _COLUMNS]
+            holders[structure].append(rank)
+            knowing[common].add(rank)
             if contents.setdefault(structure, content) != content:
                 disputed.add(structure)
             if must:
                 everywhere.add(structure)
-    disputed |= {structure for structure in everywhere if len(ranks[structure]) < len(counts)}
-    return {structure: tuple(dict.fromkeys(found)) for structure, found in ranks.items()}, disputed
+    disputed |= {structure for structure in everywhere if len(holders[structure]) < len(counts)}
+    return {structure: tuple(dict.fromkeys(ranks)) for structure, ranks in holders.items()}, knowing, disputed
 
 
 def _peers(layout: Layout, group: dist.ProcessGroup | None) -> list[int]:
