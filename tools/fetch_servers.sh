@@ -54,11 +54,11 @@ work=$(mktemp -d "$folder.XXXXXX") || give_up "cannot write beside $folder"
 mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial" "$work/packages" "$work/tools/bin"
 
 apt() {
-    # The sandbox user could not write into a folder of ours; other users' sources may be slow or gone, so don't insist.
+    # apt as root would drop to a user who cannot write here; sources that are slow or gone must not hold us up.
     apt-get -q \
         -o Dir::State="$work/state" -o Dir::State::Lists="$work/state/lists" \
         -o Dir::Cache="$work/cache" -o Dir::Cache::Archives="$work/cache/archives" \
-        -o APT::Sandbox::User="$(id -un)" -o Acquire::Languages=none \
+        -o APT::Sandbox::User=root -o Acquire::Languages=none \
         -o Acquire::Retries=2 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 \
         "$@" </dev/null >>"$work/log" 2>&1
 }

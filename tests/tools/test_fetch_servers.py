@@ -18,7 +18,7 @@ BASICS = (
     "mkdir",
     "rm",
     "mv",
-    "id",
+   
     "grep",
     "tail",
     "head",
