@@ -18,7 +18,6 @@ BASICS = (
     "mkdir",
     "rm",
     "mv",
-   
     "grep",
     "tail",
     "head",
