@@ -128,6 +128,7 @@ def _environment(output: Path, scratch: Path, targets: Path) -> dict[str, str]:
     ours["DISTCLIP_BIND"] = "127.0.0.1"
     ours["DISTCLIP_PORT"] = "0"
     ours["DISTCLIP_SPOOL"] = str(scratch)
+    ours["TMPDIR"] = str(scratch)  # torchrun leaves folders behind
     ours["DISTCLIP_SD_DIR"] = str(targets)
     ours["DISTCLIP_EVENTS"] = str(output.resolve() / "events.jsonl")
     ours["DISTCLIP_STEP_LOG"] = str(output.resolve() / "steps.jsonl")

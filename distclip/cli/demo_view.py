@@ -23,7 +23,7 @@ from distclip.cli.demo_story import FAULTS, MAX_NORM, STEPS, Fault, Step, judge
 
 _PLAIN_EVERY = 20  # steps between plain lines
 _LOWEST, _HIGHEST = -10.0, 5.0  # powers of ten that the chart in the terminal spans
-_OTHER_ROWS = 22  # of the page in a narrow terminal, without the chart's
+_OTHER_ROWS = 23  # of the page in a narrow terminal, without the chart's
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -90,7 +90,7 @@ class LiveView:
         width = max(20, min(self._console.width - 4, 100))
         rows = max(2, min(self._console.height - _OTHER_ROWS, 8))
         parts: list[RenderableType] = [_progress(scene, width), Text(), chart(scene.steps, width, rows), table(scene)]
-        places = Text("  ".join([*scene.places, "Ctrl-C ends everything"]), style="dim")
+        places = Text("\n".join([*scene.places, "Ctrl-C ends everything."]), style="dim")
         page = Panel(Group(*parts, places), title="distclip demo", title_align="left", border_style="cyan")
         self._live.update(page)
 
