@@ -16,16 +16,16 @@ Whatever happens, no process is left behind (`demo_children`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
-from rich.text import Text
 
 from distclip.cli.demo_children import Children, Stopped, stopped_by_signals
 from distclip.cli.demo_prometheus import Prometheus, find_tool
@@ -60,13 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the output folder cannot be written.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ shows ? instead
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = make_console(sys.stdout)
     output: Path = arguments.output
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name in ("steps.jsonl", "events.jsonl"):  # distclip appends to them
+        for name in ("steps.jsonl", "events.jsonl", "train.log"):  # distclip appends to the first two
             (output / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {output}: {error}") from error
@@ -79,8 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             return _demo(console, output, Path(scratch), children, keep=arguments.keep)
     except Stopped as stop:
-        console.print(f"Stopped by {stop}. No process is left behind.")
+        _say(console, f"Stopped by {stop}. No process is left behind.")
         return 128 + stop.signum
+
+
+def make_console(file: TextIO) -> Console:
+    """A console that prints text as it is: no markup in brackets, no coloured numbers."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")  # a terminal without ✓ shows ? instead
+    width = None if file.isatty() else _PLAIN_WIDTH
+    return Console(file=file, markup=False, highlight=False, emoji=False, width=width)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print lines that the terminal may wrap, so that paths and addresses in them stay whole."""
+    console.print(text, style=style, soft_wrap=True)
 
 
 def _demo(console: Console, output: Path, scratch: Path, children: Children, *, keep: bool) -> int:
@@ -89,7 +100,7 @@ def _demo(console: Console, output: Path, scratch: Path, children: Children, *, 
     prometheus = Prometheus.start(program, scratch / "prometheus", children) if program else None
     if prometheus is None:
         why = "it did not start" if program else "make tools fetches it on Debian, or put it on the path"
-        console.print(f"No Prometheus here ({why}): the demo is judged on the faults alone.")
+        _say(console, f"No Prometheus here ({why}): the demo is judged on the faults alone.")
         scene.has_prometheus = False
     else:
         scene.places.append(f"Prometheus {prometheus.url}")
@@ -98,18 +109,17 @@ def _demo(console: Console, output: Path, scratch: Path, children: Children, *, 
     with make_view(console) as view:
         code = Watch(scene, output / "steps.jsonl", targets, prometheus).follow(job, view)
     if code != 0:
-        console.print(f"The job {_ending(code)}. The end of {output / 'train.log'}:", style="red")
-        console.print(Text(_tail(output / "train.log", lines=25)))
+        _say(console, f"The job {_ending(code)}. The end of {output / 'train.log'}:", "red")
+        _say(console, _tail(output / "train.log", lines=25))
     good = _summarise(console, scene) and code == 0
     _draw(console, scene, output)
-    console.print(f"Logs: {output / 'steps.jsonl'} (every step), {output / 'events.jsonl'}, {output / 'train.log'}")
-    console.print(
-        "All as it should be." if good else "Not as it should be.", style="bold green" if good else "bold red"
-    )
+    _say(console, f"Logs: {output / 'steps.jsonl'} (every step), {output / 'events.jsonl'}, {output / 'train.log'}")
+    _say(console, *(("All as it should be.", "bold green") if good else ("Not as it should be.", "bold red")))
     if keep and prometheus is not None:
-        console.print(f"Prometheus stays at {prometheus.url} until Ctrl-C.")
-        while True:
-            time.sleep(3600)
+        _say(console, f"Prometheus stays at {prometheus.url} until Ctrl-C.")
+        with contextlib.suppress(Stopped):
+            while True:
+                time.sleep(3600)
     return 0 if good else 1
 
 
@@ -159,10 +169,10 @@ def _summarise(console: Console, scene: Scene) -> bool:
     fell, first, last = loss_fell(scene.steps)
     verdicts.append((fell, f"loss of good steps went from {first:.2f} to {last:.2f} in {len(scene.steps)} steps"))
     for good, text in verdicts:
-        console.print(Text(("✓ " if good else "✗ ") + text, style="green" if good else "red"))
+        _say(console, ("✓ " if good else "✗ ") + text, "green" if good else "red")
     others = sorted(scene.firings.keys() - {fault.alert for fault in FAULTS})
     if others:
-        console.print(Text(f"Other alerts fired too: {', '.join(others)}", style="yellow"))
+        _say(console, f"Other alerts fired too: {', '.join(others)}", "yellow")
     return all(good for good, _ in verdicts)
 
 
@@ -173,9 +183,9 @@ def _draw(console: Console, scene: Scene, output: Path) -> None:
     try:
         from distclip.cli.demo_picture import draw
     except ImportError:
-        console.print("No picture: matplotlib is not installed (pip install 'distclip[report]').")
+        _say(console, "No picture: matplotlib is not installed (pip install 'distclip[report]').")
         return
-    console.print(f"Picture: {draw(scene, output / 'demo.png')}")
+    _say(console, f"Picture: {draw(scene, output / 'demo.png')}")
 
 
 def _ending(code: int | None) -> str:
