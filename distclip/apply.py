@@ -9,12 +9,15 @@ by 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from distclip.measure.ranges import RangeCache
 from distclip.measure.values import blocks, is_plain, writable
+
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 _SMALLEST = 2.0**-100
 _STEP = 2.0**-64  # a power of two: multiplying by it is exact
@@ -54,15 +57,14 @@ def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeC
         factor = float(factor)
     if factor == 1.0:
         return
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for target in _targets(gradients, cache):
-        by_kind.setdefault((target.device, target.dtype), []).append(target)
+    by_kind = _by_kind(_targets(gradients, cache))
     for part in _split(factor):
-        for (device, _), same in by_kind.items():
+        for (device, dtype), same in by_kind.items():
             if device.type == "cpu":
                 # As a 0-d tensor: with a Python number the CPU takes four times as long for thousands of small
-                # gradients. fp64 changes neither the gradients' dtype nor that half precision is multiplied in fp32.
-                torch._foreach_mul_(same, torch.tensor(part, dtype=torch.float64))
+                # gradients. A wider 0-d tensor does not change a gradient's dtype.
+                wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+                torch._foreach_mul_(same, torch.tensor(part, dtype=wide))
             else:
                 torch._foreach_mul_(same, part)
 
@@ -109,10 +111,19 @@ def _targets(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[Tens
     strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
     targets = [writable(gradient) for gradient in gradients if gradient.layout is not torch.strided]
     for layout in cache.layouts(strided):
-        targets += [span.target(strided) for span in layout.long]
-        targets += [span.target(strided) for pack in layout.packs for span in pack]
+        targets += layout.targets(strided)
         targets += [writable(strided[index]) for index in layout.others]
     return targets
+
+
+def _by_kind(targets: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds = {*map(_device, targets)}, {*map(_dtype, targets)}
+    if len(kinds[0]) == len(kinds[1]) == 1:  # nearly always, and three times faster than sorting thousands of tensors
+        return {(kinds[0].pop(), kinds[1].pop()): targets}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for target in targets:
+        by_kind.setdefault((target.device, target.dtype), []).append(target)
+    return by_kind
 
 
 def _split(factor: float) -> list[float]:

@@ -19,6 +19,10 @@ from distclip.measure.values import blocks, readable
 _BLOCK_CPU = 1 << 16  # fp64 temporaries of 512 KiB stay in the second level cache
 _BLOCK_DEVICE = 1 << 22  # few launches
 
+# A power below 2^-1022, the smallest normal fp64 number, may be lost. N elements lose at most N * 2^-1022, which is
+# at most 2^-30 of the sum unless the sum is below N * 2^-992.
+FP64_FLOOR = 2.0**-992
+
 
 class Exact(NamedTuple):
     """What `exact` found, as fp64 0-d tensors on the gradients' device."""
@@ -51,6 +55,16 @@ def exact(gradients: Iterable[Tensor], norm_type: float, device: torch.device, s
                     magnitude.div_(scale)
                 amount = amount + magnitude.pow_(norm_type).sum() * repeat
     return Exact(largest if math.isinf(norm_type) else amount, nan, inf, largest)
+
+
+def flagged(found: Exact, numel: int, norm_type: float) -> Tensor:
+    """What `measure` returns, from an exact measurement of `numel` elements."""
+    amount = found.amount
+    flag = torch.zeros_like(amount)
+    if not math.isinf(norm_type):
+        lost = (amount < numel * FP64_FLOOR) & (found.largest > 0)
+        flag = (amount.isinf() | lost).to(torch.float64)
+    return torch.stack((amount, found.nan, found.inf, flag))
 
 
 def count_nonfinite(gradient: Tensor) -> tuple[int, int]:

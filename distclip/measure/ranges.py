@@ -8,19 +8,20 @@ What remains small is listed for packing: copied together into a block of scratc
 because a call per tensor would cost more than the data.
 
 Working this out takes about a microsecond per gradient, so the answer is kept in a `RangeCache` and reused while the
-gradients lie at the same addresses with the same sizes. It never holds a tensor, so it keeps no gradient alive.
+gradients lie at the same addresses with the same shapes. It never holds a tensor, so it keeps no gradient alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distclip.measure.values import is_plain
+from distclip.measure.values import REAL
 
 SMALL = 1 << 15
 """Gradients below this number of elements are packed. Above it, a call per tensor costs less than copying it
@@ -29,30 +30,52 @@ SMALL = 1 << 15
 PACK = 1 << 19
 """Elements packed together: 2 MiB of fp32, which stays in the second or third level cache."""
 
-_dtype = attrgetter("dtype")
+_ALIKE = 8
+"""A pack of its own costs as much as viewing this many gradients one-dimensionally for a common pack."""
 
-_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], tuple[torch.dtype, ...]]
+_shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+
+_Key = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[bool, ...], tuple[torch.dtype, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One contiguous range: it starts at gradient `first`, has `numel` elements and covers `count` gradients."""
+class Span(NamedTuple):
+    """One contiguous range: it starts at gradient `first`, has `numel` elements and covers `tensors` gradients."""
 
     first: int
     numel: int
-    count: int
+    tensors: int
 
     def view(self, gradients: Sequence[Tensor]) -> Tensor:
         """The range as a one-dimensional tensor."""
         gradient = gradients[self.first]
-        if self.count == 1 and gradient.dim() == 1:
+        if self.tensors == 1 and gradient.dim() == 1:
             return gradient  # a view costs a microsecond, as much as reading a small gradient
         return gradient.as_strided((self.numel,), (1,))
 
     def target(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The range as a tensor of any shape."""
+        """The range as a contiguous tensor of any shape."""
         gradient = gradients[self.first]
-        return gradient if self.count == 1 else gradient.as_strided((self.numel,), (1,))
+        return gradient if self.tensors == 1 else gradient.as_strided((self.numel,), (1,))
+
+
+class Pack(NamedTuple):
+    """Small ranges of one dtype, at most `PACK` elements together."""
+
+    spans: list[Span]
+    numel: int
+    rows: tuple[int, ...] | None
+    """What follows the first dimension, where all are whole gradients that agree in it and can be joined as is."""
+    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+    def join(self, gradients: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
+        """Copy all into the one-dimensional `out`, which has `numel` elements. Returns the tensors that were copied."""
+        tensors = self.tensors(gradients)
+        torch.cat(tensors, out=out if self.rows is None else out.view(-1, *self.rows))
+        return tensors
+
+    def tensors(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The ranges: as they are if they can be joined so, else as one-dimensional views."""
+        return tuple(span.view(gradients) for span in self.spans) if self.rows is None else self.pick(gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +83,20 @@ class Layout:
     """How to walk the gradients of one device."""
 
     device: torch.device
-    long: list[Span]
+    long: list[Span] = field(default_factory=list)
     """Ranges worth a call of their own."""
-    packs: list[list[Span]]
-    """Small ranges of one dtype, at most `PACK` elements together."""
-    others: list[int]
+    packs: list[Pack] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
     """Gradients that are not contiguous, not real or lazily negated: looked at one by one."""
     merged: list[tuple[int, int]] = field(default_factory=list)
     """(first gradient, bytes) of each merged range: what its storage must still hold."""
+
+    def targets(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """All ranges, long and small, as contiguous tensors of any shape."""
+        found = [span.target(gradients) for span in self.long]
+        for pack in self.packs:
+            found += pack.tensors(gradients)
+        return found
 
 
 class RangeCache:
@@ -97,7 +126,7 @@ def _key(gradients: Sequence[Tensor]) -> _Key:
     # map() over the C methods: these four walks are most of the host's work when there are thousands of tiny gradients.
     return (
         tuple(map(Tensor.data_ptr, gradients)),
-        tuple(map(Tensor.numel, gradients)),
+        tuple(map(_shape, gradients)),
         tuple(map(Tensor.is_contiguous, gradients)),
         tuple(map(_dtype, gradients)),
     )
@@ -117,58 +146,70 @@ def _room(gradient: Tensor) -> int:
 
 
 def _layouts(gradients: Sequence[Tensor], key: _Key) -> list[Layout]:
-    by_device: dict[torch.device, list[int]] = {}
-    for index, (gradient, numel) in enumerate(zip(gradients, key[1], strict=True)):
-        if numel:
-            by_device.setdefault(gradient.device, []).append(index)
-    return [_layout(device, indices, gradients, key) for device, indices in by_device.items()]
-
-
-def _layout(device: torch.device, indices: list[int], gradients: Sequence[Tensor], key: _Key) -> Layout:
-    pointers, numels, _, dtypes = key
-    layout = Layout(device, [], [], [])
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index in indices:
-        if is_plain(gradients[index]):
-            by_dtype.setdefault(dtypes[index], []).append(index)
+    _, shapes, contiguous, dtypes = key
+    numels = list(map(Tensor.numel, gradients))
+    devices = list(map(_device, gradients))
+    negated = any(map(Tensor.is_neg, gradients))
+    found: dict[torch.device, Layout] = {device: Layout(device) for device in dict.fromkeys(devices)}
+    flat: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, (device, dtype, plain) in enumerate(zip(devices, dtypes, contiguous, strict=True)):
+        if not numels[index]:
+            continue
+        if plain and dtype in REAL and not (negated and gradients[index].is_neg()):
+            flat.setdefault((device, dtype), []).append(index)
         else:
-            layout.others.append(index)
-    for dtype, flat in by_dtype.items():
-        pack: list[Span] = []
-        packed = 0
-        for first, numel, count in _merge(flat, gradients, pointers, numels, dtype.itemsize):
-            if count > 1:
-                layout.merged.append((first, numel * dtype.itemsize))
-            span = Span(first, numel, count)
-            if numel >= SMALL:
-                layout.long.append(span)
-                continue
-            if packed + numel > PACK:
-                layout.packs.append(pack)
-                pack, packed = [], 0
-            pack.append(span)
-            packed += numel
-        if pack:
-            layout.packs.append(pack)
-    return layout
+            found[device].others.append(index)
+    for (device, dtype), indices in flat.items():
+        layout = found[device]
+        spans = _merge(indices, gradients, key[0], numels, dtype.itemsize)
+        layout.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
+        layout.long.extend(span for span in spans if span.numel >= SMALL)
+        layout.packs.extend(_pack([span for span in spans if span.numel < SMALL], shapes))
+    return [layout for layout in found.values() if layout.long or layout.packs or layout.others]
 
 
 def _merge(
-    indices: list[int], gradients: Sequence[Tensor], pointers: tuple[int, ...], numels: tuple[int, ...], itemsize: int
-) -> list[tuple[int, int, int]]:
-    """(first gradient, elements, number of gradients) of each range of exactly adjacent views of one storage."""
+    indices: list[int], gradients: Sequence[Tensor], pointers: tuple[int, ...], numels: list[int], itemsize: int
+) -> list[Span]:
+    """Join exactly adjacent views of one storage."""
     if not any(gradients[index].storage_offset() for index in indices):
-        return [(index, numels[index], 1) for index in indices]  # each starts its own storage: nothing can touch
-    ordered = sorted(indices, key=pointers.__getitem__)
-    merged: list[tuple[int, int, int]] = []
-    first, numel, count, storage = ordered[0], 0, 0, -1
-    for index in ordered:
+        return [Span(index, numels[index], 1) for index in indices]  # each starts its own storage: nothing can touch
+    merged: list[Span] = []
+    first = numel = count = 0
+    storage = -1
+    for index in sorted(indices, key=pointers.__getitem__):
         this_storage = gradients[index].untyped_storage().data_ptr()
-        if this_storage == storage and pointers[index] == pointers[first] + numel * itemsize:
+        if count and this_storage == storage and pointers[index] == pointers[first] + numel * itemsize:
             numel, count = numel + numels[index], count + 1
             continue
         if count:
-            merged.append((first, numel, count))
+            merged.append(Span(first, numel, count))
         first, numel, count, storage = index, numels[index], 1, this_storage
-    merged.append((first, numel, count))
+    merged.append(Span(first, numel, count))
     return merged
+
+
+def _pack(spans: list[Span], shapes: tuple[torch.Size, ...]) -> list[Pack]:
+    """Distribute small ranges over packs: those that can be joined as they are by shape, all others together."""
+    alike: dict[tuple[int, ...] | None, list[Span]] = {}
+    for span in spans:
+        shape = shapes[span.first]
+        alike.setdefault(shape[1:] if shape and span.tensors == 1 else None, []).append(span)
+    for few in [rows for rows, members in alike.items() if rows is not None and len(members) < _ALIKE]:
+        alike.setdefault(None, []).extend(alike.pop(few))
+    packs: list[Pack] = []
+    for rows, members in alike.items():
+        start = total = 0
+        for end, span in enumerate(members):
+            if total + span.numel > PACK:
+                packs.append(_one_pack(members[start:end], total, rows))
+                start, total = end, 0
+            total += span.numel
+        packs.append(_one_pack(members[start:], total, rows))
+    return packs
+
+
+def _one_pack(spans: list[Span], numel: int, rows: tuple[int, ...] | None) -> Pack:
+    if len(spans) == 1:
+        rows = None
+    return Pack(spans, numel, rows, itemgetter(*(span.first for span in spans)))

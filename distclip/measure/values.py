@@ -19,7 +19,7 @@ from torch import Tensor
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
-_REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 def is_plain(gradient: Tensor) -> bool:
@@ -27,7 +27,7 @@ def is_plain(gradient: Tensor) -> bool:
     return (
         gradient.layout is torch.strided
         and gradient.is_contiguous()
-        and gradient.dtype in _REAL
+        and gradient.dtype in REAL
         and not gradient.is_neg()
     )
 

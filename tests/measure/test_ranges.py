@@ -14,14 +14,16 @@ from distclip.measure.ranges import PACK, SMALL, Span, layouts
 
 def spans(gradients: list[Tensor]) -> list[Span]:
     return [
-        span for layout in layouts(gradients) for span in (*layout.long, *(s for pack in layout.packs for s in pack))
+        span
+        for layout in layouts(gradients)
+        for span in (*layout.long, *(s for pack in layout.packs for s in pack.spans))
     ]
 
 
 def test_adjacent_views_of_one_buffer_become_one_range_whatever_their_order_and_shape() -> None:
     buffer = torch.arange(100.0)
     parts = [buffer[60:100].view(4, 10), buffer[0:10], buffer[10:60].view(5, 10)]
-    assert spans(parts) == [Span(first=1, numel=100, count=3)]
+    assert spans(parts) == [Span(first=1, numel=100, tensors=3)]
     assert torch.equal(spans(parts)[0].view(parts), buffer)
 
 
@@ -41,11 +43,11 @@ def test_what_only_looks_adjacent_is_not_merged() -> None:
         torch.frombuffer(memory, dtype=torch.float32, offset=40),
     )
     assert two.data_ptr() == one.data_ptr() + 40  # adjacent, but two storages
-    assert [span.count for span in spans([one, two, torch.ones(9)[3:5]])] == [1, 1, 1]
+    assert [span.tensors for span in spans([one, two, torch.ones(9)[3:5]])] == [1, 1, 1]
     buffer = torch.zeros(40)
     halves = [buffer[:10], buffer[10:].view(torch.bfloat16)]
-    assert [span.count for span in spans(halves)] == [1, 1]
-    assert [span.count for span in spans([buffer[5:15], buffer[0:10], buffer[0:10]])] == [1, 1, 1]
+    assert [span.tensors for span in spans(halves)] == [1, 1]
+    assert [span.tensors for span in spans([buffer[5:15], buffer[0:10], buffer[0:10]])] == [1, 1, 1]
 
 
 def test_small_ranges_of_one_dtype_are_packed_up_to_a_limit_and_long_ones_left_alone() -> None:
@@ -53,8 +55,8 @@ def test_small_ranges_of_one_dtype_are_packed_up_to_a_limit_and_long_ones_left_a
     (layout,) = layouts([*small, torch.ones(SMALL), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 2).t()])
     assert [span.first for span in layout.long] == [40]
     assert layout.others == [42]
-    assert [sum(span.numel for span in pack) <= PACK for pack in layout.packs] == [True] * 4
-    assert sorted(span.first for pack in layout.packs for span in pack) == [*range(40), 41]
+    assert [sum(span.numel for span in pack.spans) == pack.numel <= PACK for pack in layout.packs] == [True] * 4
+    assert sorted(span.first for pack in layout.packs for span in pack.spans) == [*range(40), 41]
 
 
 @given(data=st.data())
