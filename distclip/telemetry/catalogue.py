@@ -141,6 +141,12 @@ METRICS: Final = (
         "Absent where distclip does not see the optimizer.",
         "nonfinite_applied",
     ),
+    _counter(
+        "replica_divergences",
+        "Steps in which copies of one gradient differed between ranks: lost synchronisation or corrupt data, and the "
+        "weights drift apart.",
+        "diverged",
+    ),
     Metric(
         "distclip_local_nonfinite_steps_total",
         "counter",

@@ -1,16 +1,16 @@
 """Event log and step log: what happened, as JSON lines that a person can grep and a notebook can load.
 
-The event log (`DISTCLIP_EVENTS`) has one line for every step that was nonfinite, skipped, zero or tiny; the step log
-(`DISTCLIP_STEP_LOG`) has one for every step. Both have the same fields:
+The event log (`DISTCLIP_EVENTS`) has one line for every step that was nonfinite, skipped, diverged, zero or tiny; the
+step log (`DISTCLIP_STEP_LOG`) has one for every step. Both have the same fields:
 
     {"time": 1760000000.0, "run": "r1", "rank": 0, "step": 20, "event": "nonfinite", "total_norm": "nan", "limit": 1.0,
-     "clip_coefficient": 1.0, "skip_reason": "nonfinite", "stepped": false, "nan": 4096, "inf": 0, "loss_scale": null,
-     "loss": "nan", "culprits": [{"rank": 1, "parameter": "head.weight", "nan": 4096, "inf": 0}]}
+     "clip_coefficient": 1.0, "skip_reason": "nonfinite", "stepped": false, "nan": 4096, "inf": 0, "diverged": false,
+     "loss_scale": null, "loss": "nan", "culprits": [{"rank": 1, "parameter": "head.weight", "nan": 4096, "inf": 0}]}
 
-`time` is Unix time in seconds. `event` is "nonfinite", "skipped", "zero", "tiny" or null, the first that fits. A number
-that is not finite is the text "nan", "inf" or "-inf": a line is always strict JSON. Rank 0 alone writes, since a
-decision is the same on every rank; lines are appended, so a restarted run goes on in the same file. A line has left the
-process before the call returns: an error raised in the same step does not lose it.
+`time` is Unix time in seconds. `event` is "nonfinite", "skipped", "diverged", "zero", "tiny" or null, the first that
+fits. A number that is not finite is the text "nan", "inf" or "-inf": a line is always strict JSON. Rank 0 alone writes,
+since a decision is the same on every rank; lines are appended, so a restarted run goes on in the same file. A line has
+left the process before the call returns: an error raised in the same step does not lose it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from distclip.telemetry.tally import is_tiny, is_zero
 
 
 def event_of(record: StepRecord) -> str | None:
-    """What is special about this step: "nonfinite", "skipped", "zero", "tiny", or None."""
+    """What is special about this step: "nonfinite", "skipped", "diverged", "zero", "tiny", or None."""
     if record.nonfinite:
         return "nonfinite"
     if record.skip_reason is not None:
         return "skipped"
+    if record.diverged:
+        return "diverged"
     if is_zero(record):
         return "zero"
     if is_tiny(record):
@@ -76,14 +78,11 @@ class JsonLog:
         """Nothing: phases are no steps."""
 
     def close(self) -> None:
-        """Close the file."""
-        if self._descriptor is not None and os.getpid() == self._pid:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Nothing: every line has left already, and other clippers of the process may go on."""
 
     def _fields(self, record: StepRecord, event: str | None) -> dict[str, object]:
         return {
-            "time": record.timestamp,
+            "time": _number(record.timestamp),
             "run": self._run,
             "rank": 0,
             "step": record.step,
@@ -95,6 +94,7 @@ class JsonLog:
             "stepped": record.stepped,
             "nan": record.nan,
             "inf": record.inf,
+            "diverged": record.diverged,
             "loss_scale": _number(record.loss_scale),
             "loss": _number(record.loss),
             "culprits": [
@@ -105,4 +105,4 @@ class JsonLog:
 
 
 def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -117,7 +117,7 @@ class Exporter:
         for bind in dict.fromkeys((self._settings.bind, DEFAULT_BIND)):
             try:
                 server, complaint = serve(registry, self._health, self._clock, bind, self._settings.port)
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            except (OSError, RuntimeError, UnicodeError) as error:  # no thread can be started; no name of a host
                 logger.warning("distclip: no endpoint on %s: %s", bind, error)
                 continue
             if complaint is not None:

@@ -33,6 +33,7 @@ COUNTERS: Final = (
     "streak_zero",
     "streak_tiny",
     "nonfinite_applied",
+    "diverged",
     "local_nan",
     "local_inf",
     "wait_seconds",
@@ -100,6 +101,7 @@ class SlotPair:
 
     def write(self, page: memoryview, sequence: int, payload: bytes) -> None:
         """Write `payload` (exactly `payload_bytes` long) under `sequence` into the slot that is not the latest."""
+        assert len(payload) == self.payload_bytes, "it would run into the next slot"
         start = self.offset + (sequence & 1) * self._slot_bytes
         body = _SEQUENCE.pack(sequence) + payload
         page[start : start + len(body)] = body

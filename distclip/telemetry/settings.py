@@ -8,13 +8,14 @@
 | `DISTCLIP_SPOOL` | `/dev/shm`, else the temporary folder | where the agent makes a folder; in a worker: that folder |
 | `DISTCLIP_SD_DIR` | none | folder for a Prometheus `file_sd` file, one per run and node |
 | `DISTCLIP_LEVEL` | `node` | `node`, `rank` or `param_group`; each adds series to the one before |
-| `DISTCLIP_EVENTS` | none | file to which rank 0 appends a JSON line for every nonfinite, skipped, zero or tiny step |
+| `DISTCLIP_EVENTS` | none | file to which rank 0 appends a JSON line for every step that was not ordinary |
 | `DISTCLIP_STEP_LOG` | none | file to which rank 0 appends a JSON line for every step |
 
 The default address is the loopback one: nobody's training becomes visible to a network because a flag was set. With
 the fixed default port a scrape configuration can be written once; several runs on a node use `DISTCLIP_SD_DIR`.
 
-A bad value costs one warning and gives the default, never a training that does not start.
+A bad value costs one warning and gives the default, never a training that does not start. A relative path is taken from
+the folder in which the process that reads it is.
 
     settings, complaints = read_settings(os.environ)
 """
@@ -68,11 +69,11 @@ def read_settings(environ: Mapping[str, str]) -> tuple[Settings, list[str]]:
         Settings(
             bind=environ.get("DISTCLIP_BIND") or DEFAULT_BIND,
             port=_port(environ.get("DISTCLIP_PORT"), complaints),
-            spool=_path(environ.get("DISTCLIP_SPOOL")),
-            sd_dir=_path(environ.get("DISTCLIP_SD_DIR")),
+            spool=_path(environ, "DISTCLIP_SPOOL", complaints),
+            sd_dir=_path(environ, "DISTCLIP_SD_DIR", complaints),
             level=_level(environ.get("DISTCLIP_LEVEL"), complaints),
-            events=_path(environ.get("DISTCLIP_EVENTS")),
-            step_log=_path(environ.get("DISTCLIP_STEP_LOG")),
+            events=_path(environ, "DISTCLIP_EVENTS", complaints),
+            step_log=_path(environ, "DISTCLIP_STEP_LOG", complaints),
         ),
         complaints,
     )
@@ -86,7 +87,7 @@ def named_run_id(environ: Mapping[str, str], rendezvous_id: str | None = None) -
     """
     for name in ("DISTCLIP_RUN_ID", "TORCHX_TRACKING_RUN_NAME", "SLURM_JOB_ID"):
         if value := environ.get(name, "").strip():
-            return value
+            return value.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot be in a label
     if rendezvous_id and rendezvous_id != "none":
         return rendezvous_id
     return None
@@ -108,8 +109,15 @@ def run_id(environ: Mapping[str, str], rendezvous_id: str | None, several_nodes:
     return str(uuid.uuid4())
 
 
-def _path(value: str | None) -> Path | None:
-    return Path(value).expanduser() if value else None
+def _path(environ: Mapping[str, str], name: str, complaints: list[str]) -> Path | None:
+    value = environ.get(name)
+    if not value:
+        return None
+    try:
+        return Path(value).expanduser().absolute()  # workers are handed the spool's and may be in another folder
+    except (RuntimeError, OSError) as error:  # an unknown user after "~"; a current folder that is gone
+        complaints.append(f"{name}={value!r} is not a path: {error}; doing without")
+        return None
 
 
 def _port(value: str | None, complaints: list[str]) -> int:

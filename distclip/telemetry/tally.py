@@ -3,13 +3,13 @@
 A scrape sees the latest values only: a streak of six bad steps that came and went between two of them would be
 invisible in a gauge. So everything that happens is counted here, at the moment it happens.
 
-    tally = Tally(norm_type=2.0)
+    tally = Tally()
     streaks = Streaks()
     tally.add(record, streaks)
     tally.values[INDEX["steps"]]   # 1.0
 
-Nothing that is not finite gets into the values (a histogram's sum would stay nan for ever): a nonfinite norm, loss or
-coefficient leaves the gauge at its last finite value, and counters tell that it happened.
+Nothing that is not finite gets into the values (a histogram's sum would stay nan for ever), and no counter falls: a
+nonfinite norm, loss or coefficient leaves the gauge at its last finite value, and counters tell that it happened.
 """
 
 from __future__ import annotations
@@ -57,29 +57,32 @@ def is_tiny(record: StepRecord) -> bool:
 class Tally:
     """The values of one rank; `values` is laid out like `layout.FIELDS` and may be published at any time."""
 
-    def __init__(self, norm_type: float = 2.0) -> None:
+    def __init__(self) -> None:
         self.values: array[float] = fresh_values()
-        self.norm_type = norm_type
 
-    def add(self, record: StepRecord, streaks: Streaks) -> None:
-        """Count one measured step."""
+    def add(self, record: StepRecord, streaks: Streaks, norm_type: float = 2.0) -> None:
+        """Count one measured step; `streaks` and `norm_type` are those of its clipper."""
         values = self.values
         values[_I["steps"]] += 1
         if record.clipped:
             values[_I["clipped"]] += 1
         if record.skip_reason is not None:
             values[_SKIPPED.get(record.skip_reason, _SKIPPED["policy"])] += 1
+        if record.diverged:
+            values[_I["diverged"]] += 1
         if record.local_nan:
             values[_I["local_nan"]] += 1
         if record.local_inf:
             values[_I["local_inf"]] += 1
         self._count_streaks(record, streaks)
         self._add_seconds(record)
-        self._add_norm(record)
-        values[_I["last_step"]] = record.step
-        values[_I["last_step_timestamp"]] = values[_I["report_timestamp"]] = record.timestamp
-        values[_I["limit"]] = math.nan if record.limit is None or math.isinf(record.limit) else record.limit
-        values[_I["missing_tensors"]] = record.missing_tensors
+        self._add_norm(record, norm_type)
+        limit = _finite(record.limit)
+        values[_I["limit"]] = math.nan if limit is None else limit
+        self._set("last_step", record.step)
+        self._set("last_step_timestamp", record.timestamp)
+        self._set("report_timestamp", record.timestamp)
+        self._set("missing_tensors", record.missing_tensors)
         self._set("coefficient", record.clip_coefficient)
         self._set("local_norm", record.local_norm)
         self._set("loss_scale", record.loss_scale)
@@ -95,8 +98,14 @@ class Tally:
         self.values[_I["phase"]] = PHASES.index(name if name in PHASES else "other")
 
     def _set(self, field: str, value: float | None) -> None:
-        if value is not None and math.isfinite(value):
-            self.values[_I[field]] = value
+        number = _finite(value)
+        if number is not None:
+            self.values[_I[field]] = number
+
+    def _grow(self, field: str, amount: float) -> None:
+        total = self.values[_I[field]] + max(0.0, _finite(amount) or 0.0)
+        if math.isfinite(total):
+            self.values[_I[field]] = total
 
     def _count_streaks(self, record: StepRecord, streaks: Streaks) -> None:
         values = self.values
@@ -120,19 +129,27 @@ class Tally:
         values = self.values
         if record.step_seconds is not None:
             values[_I["step_seconds_count"]] += 1
-            values[_I["step_seconds_sum"]] += record.step_seconds
+            self._grow("step_seconds_sum", record.step_seconds)
         values[_I["clip_seconds_count"]] += 1
-        values[_I["clip_seconds_sum"]] += record.clip_seconds
-        values[_I["wait_seconds"]] += record.wait_seconds
+        self._grow("clip_seconds_sum", record.clip_seconds)
+        self._grow("wait_seconds", record.wait_seconds)
 
-    def _add_norm(self, record: StepRecord) -> None:
-        values, norm = self.values, record.total_norm
-        if not math.isfinite(norm):
+    def _add_norm(self, record: StepRecord, norm_type: float) -> None:
+        values, norm = self.values, _finite(record.total_norm)
+        if norm is None:
             return
         values[_I["norm"]] = norm
         values[_FIRST_BUCKET + bisect_left(NORM_BOUNDS, norm)] += 1
-        total = values[_I["norm_sum"]] + norm
-        if math.isfinite(total):
-            values[_I["norm_sum"]] = total
-        if self.norm_type == 2.0 and record.elements > 0:
-            values[_I["rms"]] = norm / math.sqrt(record.elements)
+        self._grow("norm_sum", norm)
+        elements = _finite(record.elements)
+        if norm_type == 2.0 and elements is not None and elements > 0:
+            values[_I["rms"]] = norm / math.sqrt(elements)
+
+
+def _finite(value: float | None) -> float | None:
+    """The value as a float; None for what is not known, not finite, or an int beyond float64."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

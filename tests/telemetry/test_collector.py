@@ -79,11 +79,12 @@ def test_counters_exist_at_zero_before_anything_happens(bench):
 def test_a_step(bench):
     bench.start()
     for rank in (0, 1):
-        bench.step(rank, 7, 2.0, loss_scale=512.0, missing_tensors=rank)
+        bench.step(rank, 7, 2.0, loss_scale=512.0, missing_tensors=rank, diverged=True)
     page = bench.page()
     expected = {
         ("distclip_steps_total",): 1,
         ("distclip_clipped_steps_total",): 1,
+        ("distclip_replica_divergences_total",): 1,
         ("distclip_gradient_norm",): 2,
         ("distclip_gradient_norm_limit",): 1,
         ("distclip_clip_coefficient",): 0.5,

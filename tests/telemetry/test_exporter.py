@@ -93,8 +93,9 @@ def test_a_bad_address_is_one_warning_and_the_loopback_one(start, caplog):
     assert "192.0.2.1" in caplog.text
 
 
-def test_an_unknown_host_name_is_one_warning_and_the_loopback_one(start, caplog):
-    exporter = start(bind="no such host.invalid")
+@pytest.mark.parametrize("bind", ["no such host.invalid", "..", "x" * 300])
+def test_an_unknown_host_name_is_one_warning_and_the_loopback_one(start, caplog, bind):
+    exporter = start(bind=bind)
     assert exporter.url.startswith("http://127.0.0.1:")
     assert len(caplog.records) == 1
 

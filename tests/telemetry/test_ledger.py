@@ -49,14 +49,16 @@ def test_counters_are_the_nodes_largest_and_grow_over_attempts(rank, attempts):
     assert {number: totals["steps"] for number, totals in ledger.rank_totals().items()} == {0: 2, 1: 1}
 
     one.step(2)
-    zero.step(3)  # after the last scrape of this attempt: still counted
+    zero.step(3, diverged=True)  # after the last scrape of this attempt: still counted
     ledger.open_attempt(attempts[1])
     assert ledger.run_totals()["steps"] == 3
+    assert ledger.run_totals()["diverged"] == 1
     assert ledger.gauges() == {}
 
-    rank(attempts[1], 0).step(3, norm=0.0)  # repeated after the restart
+    rank(attempts[1], 0).step(3, norm=0.0, diverged=True)  # repeated after the restart
     ledger.refresh()
     assert ledger.run_totals()["steps"] == 4
+    assert ledger.run_totals()["diverged"] == 2
     assert ledger.run_totals()["zero"] == 1
     assert ledger.gauges()[0].value("norm") == 0.0
     assert set(ledger.gauges()) == {0}

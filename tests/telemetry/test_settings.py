@@ -48,6 +48,19 @@ def test_empty_counts_as_not_set():
     assert read_settings({f"DISTCLIP_{name}": "" for name in names}) == (Settings(), [])
 
 
+@pytest.mark.parametrize("name", ["SPOOL", "SD_DIR", "EVENTS", "STEP_LOG"])
+def test_a_path_that_is_none_is_one_complaint_and_does_without(name):
+    settings, complaints = read_settings({f"DISTCLIP_{name}": "~no-such-user-here/x"})
+    assert settings == Settings()
+    assert len(complaints) == 1
+    assert f"DISTCLIP_{name}='~no-such-user-here/x' is not a path" in complaints[0]
+
+
+def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_settings({"DISTCLIP_SPOOL": "spool"})[0].spool == tmp_path / "spool"
+
+
 def test_levels_include_each_other():
     assert Level.PARAM_GROUP > Level.RANK > Level.NODE
 
@@ -61,6 +74,11 @@ def test_run_ids_in_order():
     assert named_run_id(environ, "d") == "c"
     assert named_run_id({}, "d") == "d"
     assert named_run_id({"DISTCLIP_RUN_ID": " "}, "none") is None
+
+
+def test_a_run_id_that_is_no_text_can_still_be_a_label():
+    given = b"run-\xff".decode(errors="surrogateescape")  # as os.environ has it
+    assert named_run_id({"DISTCLIP_RUN_ID": given}) == "run-?"
 
 
 def test_one_node_without_an_id_gets_a_uuid_and_several_are_an_error():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,20 @@ import pytest
 
 from distclip.telemetry.layout import FIELDS, FILE_BYTES, INDEX, fresh_values
 from distclip.telemetry.spool import PATTERN, SpoolError, SpoolWriter, read_spool
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from distclip.telemetry.layout import INDEX, fresh_values
+from distclip.telemetry.record import RunInfo
+from distclip.telemetry.spool import SpoolWriter
+writer = SpoolWriter(Path(sys.argv[1]), RunInfo(7, 3, 8, "cpu", "ddp", "fixed", "skip", 2.0, "2", True))
+values = fresh_values()
+for step in range(1, 1001):
+    values[INDEX["steps"]] = step
+    writer.publish(values)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 HAMMER = """
 import sys
@@ -75,6 +90,13 @@ def test_a_reader_never_sees_a_half_written_state(tmp_path):
             assert snapshot.info.rank == 7
         finally:
             process.kill()
+
+
+def test_what_was_published_survives_kill_9(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (path,) = tmp_path.glob(PATTERN)
+    assert read_spool(path).value("steps") == 1000
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,26 @@ def test_no_limit_and_an_infinite_one_are_no_limit(bench):
 
 
 def test_rms_is_for_the_two_norm_only(make_record):
-    tally = Tally(norm_type=math.inf)
-    tally.add(make_record(), Streaks())
+    tally = Tally()
+    tally.add(make_record(), Streaks(), norm_type=math.inf)
     assert math.isnan(tally.values[INDEX["rms"]])
+
+
+def test_divergences(bench):
+    bench.add()
+    assert bench["diverged"] == 0
+    for _ in range(2):
+        bench.add(diverged=True)
+    assert bench["diverged"] == 2
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, -1.0, 10**400, -(10**400)])
+def test_sums_of_seconds_and_norms_take_no_odd_number_and_never_fall(bench, odd):
+    bench.add(2.0)
+    bench.add(odd, step_seconds=odd, clip_seconds=odd, wait_seconds=odd)
+    assert bench["steps"] == bench["clip_seconds_count"] == 2
+    assert (bench["norm_sum"], bench["step_seconds_sum"], bench["clip_seconds_sum"]) == (2.0, 0.5, 0.125)
+    assert bench["wait_seconds"] == 0.0625
 
 
 def test_phases(bench):
