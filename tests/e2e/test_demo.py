@@ -125,7 +125,8 @@ def ranks(folder: Path) -> int:
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with demo_in_a_terminal(tmp_path) as (demo, written):
-        wait_until(lambda: b"training" in b"".join(written), "no first step on the page")
+        wait_until(lambda: b"training" in b"".join(written) or demo.poll() is not None, "no first step on the page")
+        assert demo.poll() is None, b"".join(written).decode()
         assert ranks(tmp_path) == 2
         demo.send_signal(signal.SIGINT)
         assert demo.wait(30) == 128 + signal.SIGINT
