@@ -2,7 +2,8 @@
 
 torch's scaler decides per rank and per optimizer whether to step. distclip measures the scaled gradients, folds
 1/scale into the clip coefficient, and then tells the scaler the *agreed* found_inf as if it had unscaled itself: its
-`step()` and `update()` then come to the same result on every rank.
+`step()` and `update()` then come to the same result on every rank. One `ScalerLink` stands between a clipper and its
+scaler and sees to it that gradients are unscaled exactly once, whatever was called before and in which order.
 
 Private names, all in this file: `_scale` and `_per_optimizer_states` of `torch.amp.GradScaler`
 (torch/amp/grad_scaler.py, torch 2.3 to 2.13; FSDP1's `ShardedGradScaler` inherits them) and its `OptState`.
@@ -11,6 +12,7 @@ Private names, all in this file: `_scale` and `_per_optimizer_states` of `torch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from distclip.errors import ConfigError
+from distclip.plan.dtensor import local_of
 
 
 def check_scaler(scaler: Any) -> GradScaler | None:
@@ -42,53 +45,122 @@ def check_scaler(scaler: Any) -> GradScaler | None:
     return scaler
 
 
-def scale_in_use(scaler: GradScaler) -> float | Tensor:
-    """The scale that the last backward used: a 0-d float32 tensor, or the initial scale if `scale()` never ran.
+class ScalerLink:
+    """What one clipper knows about its scaler: links to the same scaler update it once, after all have stepped."""
 
-    It is the current scale as long as `update()` has not run since.
-    """
-    return scaler._scale if scaler._scale is not None else float(scaler.get_scale())
+    def __init__(self, scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.scaler = scaler
+        self._optimizers = tuple(optimizers)
+        self._found: list[Tensor] = []
+        """The found_inf tensors that this link gave to the scaler last."""
+        self._unscaled: tuple[weakref.ReferenceType[Tensor], int] | None = None
+        """One gradient that this link unscaled, and its version then: shows whether a backward has run since."""
+        self._stepped = False
+        links = _links.setdefault(scaler, weakref.WeakSet())
+        for link in list(links):
+            if set(map(id, self._optimizers)) & set(map(id, link._optimizers)):
+                links.discard(link)  # a new clipper for the same optimizers takes the place of the old one
+        links.add(self)
+
+    def scale_to_undo(self) -> float | Tensor:
+        """What the gradients must be divided by: the scale that backward used, or 1.0 if that was done already.
+
+        The scale in use is the current one as long as `update()` has not run since the backward.
+
+        Raises:
+            ConfigError: a call is missing or in the wrong place; the text says which to move.
+        """
+        states = [self.scaler._per_optimizer_states.get(id(optimizer)) for optimizer in self._optimizers]
+        stages = [OptState.READY if state is None else state["stage"] for state in states]
+        if self._stepped and not any(states):
+            self._stepped = False  # the caller has called update()
+        if OptState.STEPPED in stages or self._stepped:
+            raise ConfigError(
+                "scaler.step(optimizer) has already run since the last scaler.update(): clip between backward() and "
+                "scaler.step(), and call scaler.update() once at the end of every step"
+                + (_SHARED if len(_links[self.scaler]) > 1 else "")
+            )
+        unscaled = [stage is OptState.UNSCALED for stage in stages]
+        if not any(unscaled):
+            if self._is_unscaled():
+                raise ConfigError(
+                    "these gradients were unscaled in an earlier step and no backward() has run since: they would be "
+                    "divided by the loss scale twice. Call optimizer.zero_grad() and backward() between steps"
+                )
+            return self.scaler._scale if self.scaler._scale is not None else float(self.scaler.get_scale())
+        if not all(unscaled):
+            raise ConfigError(
+                "scaler.unscale_ was called for some of the optimizers only: call it for all that share this norm, or "
+                "for none and let distclip unscale"
+            )
+        ours = any(tensor is mine for state in states if state for tensor in _found(state) for mine in self._found)
+        if ours and self._unscaled is not None and not self._is_unscaled():
+            raise ConfigError(
+                "a new backward() has run, but scaler.update() has not been called since the last clip_(): call "
+                "scaler.step(optimizer) and scaler.update() after clip_(), or use clipper.step(), which does"
+            )
+        return 1.0
+
+    def record(self, found_inf: Tensor, device: torch.device) -> None:
+        """Tell the scaler that these optimizers' gradients are unscaled, and the agreed `found_inf` (bool [])."""
+        if self.scaler._scale is None:
+            # This rank has scaled no loss in this run (a pipeline stage without the loss): update() needs the tensor.
+            self.scaler.scale(torch.ones((), device=device))
+        assert self.scaler._scale is not None
+        target = self.scaler._scale.device
+        self._found = []
+        for optimizer in self._optimizers:
+            state = self.scaler._per_optimizer_states[id(optimizer)]
+            # A tensor of its own for each: update() adds them up in place. Exactly 0 or 1: kernels test == 1.
+            found = found_inf.to(device=target, dtype=torch.float32).clone()
+            state["found_inf_per_device"] = {target: found}
+            state["stage"] = OptState.UNSCALED
+            self._found.append(found)
+
+    def mark_unscaled(self) -> None:
+        """Remember that the gradients, as they are now, have been divided by the scale."""
+        gradient = self._first_gradient()
+        self._unscaled = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def _is_unscaled(self) -> bool:
+        """Whether these are the gradients that this link unscaled, with nothing written to them since."""
+        if self._unscaled is None:
+            return False
+        reference, version = self._unscaled
+        gradient = self._first_gradient()
+        return gradient is not None and reference() is gradient and gradient._version == version
+
+    def _first_gradient(self) -> Tensor | None:
+        for optimizer in self._optimizers:
+            for param_group in optimizer.param_groups:
+                for parameter in param_group["params"]:
+                    if parameter.grad is not None:
+                        with torch.no_grad():
+                            return local_of(parameter.grad)
+        return None
+
+    def finish(self, learned: bool) -> None:
+        """This clipper's optimizers have stepped or skipped; the last link of the scaler to come here updates it.
+
+        `learned` is False where there was no gradient at all, so that nothing is known about the scale.
+        """
+        self._stepped = True
+        links = list(_links[self.scaler])
+        if not all(link._stepped for link in links):
+            return
+        for link in links:
+            link._stepped = False
+        if learned or any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
+            self.scaler.update()
 
 
-def already_unscaled(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether the caller has called `scaler.unscale_` for these optimizers since the last update.
+_links: weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[ScalerLink]] = weakref.WeakKeyDictionary()
 
-    Raises:
-        ConfigError: for some of them only, or one has stepped already.
-    """
-    stages = [_stage(scaler, optimizer) for optimizer in optimizers]
-    if OptState.STEPPED in stages:
-        raise ConfigError(
-            "scaler.step(optimizer) has already run in this step: clip between backward() and scaler.step(), and call "
-            "scaler.update() once at the end"
-        )
-    unscaled = [stage is OptState.UNSCALED for stage in stages]
-    if any(unscaled) and not all(unscaled):
-        raise ConfigError(
-            "scaler.unscale_ was called for some of the optimizers only: call it for all that share this norm, or for "
-            "none and let distclip unscale"
-        )
-    return any(unscaled)
+_SHARED = (
+    ". This scaler is shared by several clippers: step each of them once before any steps again, or give each a scaler "
+    "of its own"
+)
 
 
-def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    state = scaler._per_optimizer_states.get(id(optimizer))
-    stage = OptState.READY if state is None else state["stage"]
-    assert isinstance(stage, OptState)
-    return stage
-
-
-def record_decision(
-    scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], found_inf: Tensor, device: torch.device
-) -> None:
-    """Tell the scaler that these optimizers' gradients are unscaled, and the agreed `found_inf` (bool [])."""
-    if scaler._scale is None:
-        # This rank has not scaled any loss in this run (a pipeline stage without the loss): update() needs the tensor.
-        scaler.scale(torch.ones((), device=device))
-    assert scaler._scale is not None
-    target = scaler._scale.device
-    for optimizer in optimizers:
-        state = scaler._per_optimizer_states[id(optimizer)]
-        # A tensor of its own for every optimizer: update() adds them up in place. Exactly 0 or 1: kernels test == 1.
-        state["found_inf_per_device"] = {target: found_inf.to(device=target, dtype=torch.float32).clone()}
-        state["stage"] = OptState.UNSCALED
+def _found(state: dict[str, Any]) -> list[Tensor]:
+    return list(state["found_inf_per_device"].values())

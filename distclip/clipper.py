@@ -8,9 +8,10 @@ plan, the count of steps, the count of skips in a row) and calls them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,8 @@ from distclip.arguments import (
 )
 from distclip.culprits import describe, find_culprits
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
+from distclip.fold import folded
+from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import resolve
 from distclip.plan.groups import ParamGroups
@@ -41,8 +44,6 @@ from distclip.report import GroupReport, StepReport
 from distclip.reporter import Outcome, Reporter, process_sink
 from distclip.survey import Survey, survey
 from distclip.telemetry.record import Culprit, Sink
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class GradientClipper:
@@ -67,6 +68,8 @@ class GradientClipper:
         scaler: a `torch.amp.GradScaler` or FSDP1's `ShardedGradScaler`.
         pipeline_group, owned, tied, group: see `clip_grad_norm_`.
         telemetry: "auto" (from the environment, see docs), None, or a `distclip.telemetry.record.Sink`.
+        fold: whether `step()` lets a fused optimizer do the multiplication in its own pass: "auto" where it can,
+            "never", or "always" (an error where it cannot). `.grad` then is clipped after the step, not before.
 
     Raises:
         ConfigError, TypeError, LayoutError: as `clip_grad_norm_`, with the same text on every rank.
@@ -96,6 +99,7 @@ class GradientClipper:
         tied: Sequence[str | tuple[str, ...]] = (),
         group: dist.ProcessGroup | None = None,
         telemetry: Literal["auto"] | Sink | None = "auto",
+        fold: Literal["auto", "never", "always"] = "auto",
     ) -> None:
         self._group = resolve(group)
         self._declaration = Declaration(owned, tied, pipeline_group, param_groups)
@@ -109,11 +113,13 @@ class GradientClipper:
             self._nonfinite = check_nonfinite(nonfinite)
             self._max_consecutive_skips = check_count("max_consecutive_skips", max_consecutive_skips)
             self._limits = check_param_groups(param_groups)
-            self._optimizers = _as_optimizers(optimizer)
+            self._optimizers = as_optimizers(optimizer)
             self._scaler = amp.check_scaler(scaler)
+            self._fold = check_fold(fold, self._optimizers)
             check_telemetry(telemetry)
             self._items = items_of(source)
-            _check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
+            if self._scaler is not None:
+                check_coverage(tensors_of(self._items), self._optimizers)
         except (DistclipError, TypeError) as error:
             problem = error
         self._arguments = {
@@ -128,7 +134,10 @@ class GradientClipper:
         """Who holds what; made anew, by all ranks together, when parameters change."""
         sink = process_sink() if isinstance(telemetry, str) else telemetry
         self._reporter = Reporter(sink, "fixed", self._nonfinite, self._norm_type, bool(self._optimizers))
+        self._link = None if self._scaler is None else amp.ScalerLink(self._scaler, self._optimizers)
         self._reporter.open(self.plan)
+        self._folding: tuple[Plan, FoldPlan] | None = None
+        self._followers: list[Callable[[], object]] = []
         self._steps = 0
         self._skips = 0
         self._bad_gradients = False
@@ -159,6 +168,25 @@ class GradientClipper:
         found, multiplier = self._survey(1.0, step=False)
         return self._report(found, self._decide(found, multiplier), multiplier)
 
+    def after_step(self, *followers: Any) -> None:
+        """Call these after every step that really ran, in this order: what must not advance on a skip.
+
+        Takes callables and objects with `step()`, such as `torch.optim.lr_scheduler` objects, an EMA's update, or a
+        counter. Only for loops that use `step()`; after `clip_()` ask `report.should_step`.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> clipper = GradientClipper([weight], optimizer)
+            >>> clipper.after_step(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+            >>> for value in (1.0, float("nan")):
+            ...     weight.grad = torch.tensor([value])
+            ...     _ = clipper.step()
+            >>> optimizer.param_groups[0]["lr"]
+            0.5
+        """
+        self._followers += [as_follower(follower) for follower in followers]
+
     def explain(self) -> str:
         """The plan as a table a person can read: parameter, layout, ranks, param group, holders."""
         return self.plan.explain()
@@ -178,13 +206,15 @@ class GradientClipper:
         decision = self._decide(found, multiplier)
         nonfinite = bool(decision.nonfinite)
         culprits = find_culprits(found.plan, found.gradients) if nonfinite else ()
-        self._apply(found, decision, multiplier)
-        self._steps += 1
-        self._bad_gradients = nonfinite and self._nonfinite != "zero"
         report = self._report(found, decision, multiplier)
+        folds = self._apply(found, decision, multiplier, step and report.should_step)
+        self._steps = report.step
+        self._bad_gradients = nonfinite and self._nonfinite != "zero"
         clip_seconds = time.perf_counter() - started
         if step:
-            self._commit(report)
+            self._commit(report, folds)
+        if self._link is not None and report.should_step:
+            self._link.mark_unscaled()
         self._skips = self._skips + 1 if report.skip_reason == "nonfinite" else 0
         self._reporter.record(
             found,
@@ -201,8 +231,8 @@ class GradientClipper:
             grad_multiplier = check_multiplier(grad_multiplier)
             if step and not self._optimizers:
                 raise ConfigError("step() needs the optimizer: GradientClipper(model, optimizer, ...); or use clip_()")
-            if self._scaler is not None and not amp.already_unscaled(self._scaler, self._optimizers):
-                scale = amp.scale_in_use(self._scaler)
+            if self._link is not None:
+                scale = self._link.scale_to_undo()
         except (DistclipError, TypeError) as error:
             problem = error
         found = survey(
@@ -233,42 +263,61 @@ class GradientClipper:
             as_torch=self._nonfinite == "propagate",
         )
 
-    def _apply(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> None:
-        """Multiply by coefficient * multiplier, in one pass, unless the step is to be skipped; tell the scaler."""
-        skip = bool(decision.nonfinite) and self._nonfinite in ("skip", "raise")
-        if bool(decision.nonfinite) and self._nonfinite == "zero":
-            zero_nonfinite_([gradient for gradient in found.gradients.local if gradient is not None])
-            for index, total in found.gradients.summed.items():
+    def _apply(
+        self, found: Survey, decision: Decision, multiplier: float | Tensor, stepping: bool
+    ) -> dict[torch.optim.Optimizer, float]:
+        """Multiply by coefficient * multiplier, in one pass, unless the step is to be skipped; tell the scaler.
+
+        Returns the factors that are left to fused optimizers: their gradients are not touched here.
+        """
+        gradients = found.gradients
+        nonfinite = bool(decision.nonfinite)
+        if nonfinite and self._nonfinite == "zero":
+            zero_nonfinite_([gradient for gradient in gradients.local if gradient is not None])
+            for index, total in gradients.summed.items():
                 # an addend here can be finite where that of another rank is not
-                addend = found.gradients.local[index]
+                addend = gradients.local[index]
                 if addend is not None:
                     addend.masked_fill_(~total.view(addend.shape).isfinite(), 0.0)
-        if not skip:
-            for bucket in found.plan.buckets:
-                gradients = found.gradients.of(bucket)
-                factor = decision.coefficients[bucket.param_group] * multiplier
-                cache = found.gradients.cache_of(bucket)
-                scale_(gradients, factor if factor.device.type == "cuda" else float(factor), cache=cache)
-        if self._scaler is not None:
+        folds: dict[torch.optim.Optimizer, float] = {}
+        if not (nonfinite and self._nonfinite in ("skip", "raise")):
+            factors = decision.coefficients * multiplier
+            done: frozenset[int] = frozenset()
+            if stepping and self._fold != "never":
+                # An optimizer is about to be called or not, which the host must know, so it may as well read these.
+                folds, done = self._fold_plan(found.plan).choose(factors.tolist())
+            if len(done) < len(found.plan.entries):
+                for bucket in found.plan.buckets:
+                    factor = factors[bucket.param_group]
+                    scale_(
+                        gradients.of(bucket, done),
+                        factor if factor.device.type == "cuda" else float(factor),
+                        cache=None if done else gradients.cache_of(bucket),
+                    )
+        if self._link is not None:
             found_inf = decision.nonfinite if self._nonfinite != "zero" else torch.zeros_like(decision.nonfinite)
-            amp.record_decision(self._scaler, self._optimizers, found_inf, found.plan.device)
+            self._link.record(found_inf, found.plan.device)
+        return folds
 
-    def _commit(self, report: StepReport) -> None:
+    def _commit(self, report: StepReport, folds: dict[torch.optim.Optimizer, float]) -> None:
         """Run all optimizers or none, then update the scale once."""
         report.stepped = report.should_step
         if report.should_step:
             for optimizer in self._optimizers:
-                if self._scaler is None:
-                    optimizer.step()
-                else:
-                    self._scaler.step(optimizer)
-        # Without any gradient nothing was learned about the scale: it stays.
-        if self._scaler is not None and report.skip_reason != "no_gradients":
-            self._scaler.update()
+                with folded(optimizer, folds[optimizer]) if optimizer in folds else contextlib.nullcontext():
+                    if self._scaler is None:
+                        optimizer.step()
+                    else:
+                        self._scaler.step(optimizer)
+            for follower in self._followers:
+                follower()
+        if self._link is not None:
+            # Without any gradient nothing was learned about the scale: it stays.
+            self._link.finish(learned=report.skip_reason != "no_gradients")
 
     def _report(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> StepReport:
         return StepReport(
-            step=self._steps,
+            step=self._steps + 1,
             total_norm=decision.total_norm,
             clip_coefficient=decision.coefficients[-1],
             clipped=decision.clipped,
@@ -295,6 +344,11 @@ class GradientClipper:
                 f"step {report.step}: gradients were not finite in {self._skips} steps in a row, more than "
                 f"max_consecutive_skips={self._max_consecutive_skips}; last: {where}"
             )
+
+    def _fold_plan(self, plan: Plan) -> FoldPlan:
+        if self._folding is None or self._folding[0] is not plan:
+            self._folding = plan, FoldPlan(plan, self._optimizers)
+        return self._folding[1]
 
     def _learning_rate(self) -> float | None:
         if not self._optimizers or not self._reporter.active:
@@ -325,35 +379,3 @@ class _Watch:
         clipper = self._clipper()
         if clipper is not None:
             clipper._on_optimizer_step(optimizer)
-
-
-def _as_optimizers(optimizer: Optimizers | None) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return ()
-    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, not {type(each).__name__}")
-        if isinstance(each, torch.optim.LBFGS):
-            raise ConfigError("LBFGS calls its closure many times in a step, so there is no single gradient to clip")
-    return optimizers
-
-
-def _check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], scaled: bool) -> None:
-    """With a scaler, everything that is stepped must be in the source: distclip unscales only what it measures."""
-    if not scaled:
-        return
-    if not optimizers:
-        raise ConfigError("scaler= needs the optimizer too: GradientClipper(model, optimizer, scaler=scaler)")
-    known = {id(parameter) for parameter in parameters}
-    unknown = sum(
-        id(parameter) not in known
-        for optimizer in optimizers
-        for param_group in optimizer.param_groups
-        for parameter in param_group["params"]
-    )
-    if unknown:
-        raise ConfigError(
-            f"the optimizer holds {unknown} parameters that the source does not have, so their gradients would never "
-            "be unscaled: pass the whole module, or an optimizer for the parameters of the source only"
-        )

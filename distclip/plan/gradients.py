@@ -43,10 +43,11 @@ class Gradients:
     problem: DistclipError | None
     """What this rank must tell the others before anyone goes on."""
 
-    def of(self, bucket: Bucket) -> list[Tensor]:
-        """The gradients of a bucket that exist."""
+    def of(self, bucket: Bucket, without: frozenset[int] = frozenset()) -> list[Tensor]:
+        """The gradients of a bucket that exist, without those of some entries."""
         local = self.local
-        return [gradient for index in bucket.entries if (gradient := local[index]) is not None]
+        indices = [index for index in bucket.entries if index not in without] if without else bucket.entries
+        return [gradient for index in indices if (gradient := local[index]) is not None]
 
     def cache_of(self, bucket: Bucket) -> RangeCache | None:
         """What is remembered about where the bucket's gradients lie, if they were measured where they lie."""
