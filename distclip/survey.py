@@ -84,7 +84,8 @@ def survey(
     this rank's arguments, which then becomes every rank's.
     """
     for _ in range(2):
-        gradients = None if plan is None or problem is not None else take(plan)
+        # Also where this rank has a problem: others may be waiting for its addends of Partial gradients.
+        gradients = None if plan is None else take(plan)
         trouble = problem or (gradients.problem if gradients is not None else None)
         packet = exchange(
             plan,
