@@ -81,6 +81,8 @@ def build_plan(
     placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
     other_placements = introduce(problem, arguments or {}, len(found), any(map(placements_differ, parameters)), group)
     if other_placements:
+        # Names ranks with other models first: what follows needs the same parameters on all ranks of a mesh.
+        holders_of(_classes(found, placements, declaration)[0], problem, group)
         try:
             placements = agree_placements(parameters, [item.name for item in found])
         except LayoutError as error:
