@@ -137,7 +137,8 @@ def _unique(found: Iterable[Found]) -> list[Found]:
         if id(item.parameter) in seen:
             continue
         seen.add(id(item.parameter))
-        if item.parameter.dtype in _REFUSED:
+        # a frozen float8 base under trained adapters never has a gradient
+        if item.parameter.dtype in _REFUSED and (item.parameter.requires_grad or item.parameter.grad is not None):
             raise ConfigError(
                 f"parameter {item.name!r} has dtype {item.parameter.dtype}, which distclip cannot measure"
             )
