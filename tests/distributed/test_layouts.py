@@ -102,19 +102,6 @@ def test_fsdp1_strategies(ranks: Any, strategy: str, use_orig_params: bool) -> N
         assert after == pytest.approx(1.0, abs=1e-6)
 
 
-def _fsdp1_torch_says(strategy: str) -> float:
-    layer = nn.Linear(2, 2, bias=False)
-    wrapped = FullyShardedDataParallel(
-        layer, sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, device_id=CPU
-    )
-    wrapped(torch.tensor([[3.0, 4.0]])).sum().backward()
-    return torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0).item()
-
-
-def test_torch_is_wrong_there(ranks: Any) -> None:
-    assert ranks(_fsdp1_torch_says, 2, "FULL_SHARD") == pytest.approx([5.0, 5.0])
-
-
 def _fsdp1_hybrid(use_orig_params: bool) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
