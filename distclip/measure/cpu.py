@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
-from distclip.measure.ranges import PACK, Layout
+from distclip.measure.ranges import LONGEST, PACK, ROW, Layout, Span, row_length
 from distclip.measure.values import REAL, blocks, readable
-
-ROW = 256
-"""Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
-
-LONGEST = 1 << 24
-"""Elements per call for long ranges: short enough that measuring one part again is bearable."""
 
 _BLOCK = PACK
 """Elements of scratch: 2 MiB of fp32."""
@@ -30,6 +23,9 @@ _BLOCK = PACK
 # A power below 2^-126, the smallest normal fp32 number, may be lost. N elements lose at most N * 2^-126, which is at
 # most 2^-30 of the sum unless the sum is below N * 2^-96.
 _FP32_FLOOR = 2.0**-96
+
+_FP32_POWERS = 3.0
+"""Up to this p the powers of fp32 numbers are taken in fp32; beyond, ordinary gradients would be lost in underflow."""
 
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _WIDE = frozenset((torch.float64, torch.complex128))
@@ -39,7 +35,13 @@ _norm = torch.linalg.vector_norm
 def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence[Tensor], norm_type: float) -> Tensor:
     """[amount, nan count, inf count, flag] of a layout's ranges and of other gradients, as `measure` returns them."""
     parts = _Parts(norm_type)
-    for span in layout.long:
+    if norm_type == 2.0:
+        # Thousands of ranges may come this way, so the host does nothing but call the kernel.
+        parts.partials += [_norm(gradients[span.first], 2, 1) for span in layout.rows]
+        parts.sources += layout.rows
+        parts.partials += [_norm(gradients[m.span.first].as_strided(m.size, m.stride), 2, 1) for m in layout.matrices]
+        parts.sources += [matrix.span for matrix in layout.matrices]
+    for span in layout.long if norm_type == 2.0 else layout.spans():
         parts.span(span.target(gradients), span.numel)
     for pack in layout.packs:
         joined = parts.scratch(gradients[pack.spans[0].first].dtype, pack.numel, pack=True)
@@ -57,30 +59,33 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
     if not parts.partials:
         return torch.zeros(4, dtype=torch.float64)
     total = parts.total(parts.partials)
-    floor = max(parts.narrow * _FP32_FLOOR, parts.numel * FP64_FLOOR)
-    if math.isfinite(total) and (total >= floor or math.isinf(norm_type)):
+    numel = layout.numel + sum(gradient.numel() for gradient in others)
+    narrow = norm_type <= _FP32_POWERS and (layout.narrow or bool(others))
+    floor = 0.0 if math.isinf(norm_type) else numel * (_FP32_FLOOR if narrow else FP64_FLOOR)
+    if math.isfinite(total) and total >= floor:
         return torch.tensor((total, 0.0, 0.0, 0.0), dtype=torch.float64)
-    return _again(parts, layout, gradients, others, total, floor)
-
-
-def _again(
-    parts: _Parts, layout: Layout, gradients: Sequence[Tensor], others: Sequence[Tensor], total: float, floor: float
-) -> Tensor:
-    """Measure in fp64 what the fast way could not: all of it if it is tiny, else the parts whose sum is not finite."""
-    norm_type = parts.norm_type
-    if not math.isfinite(total):
-        pairs = list(zip(parts.partials, parts.sources, strict=True))
-        doubtful = {id(sources): sources for partial, sources in pairs if not partial.isfinite().all()}
-        good = [partial for partial, sources in pairs if id(sources) not in doubtful]
-        found = exact([source for sources in doubtful.values() for source in sources], norm_type, layout.device)
-        kept = parts.total(good) if good else 0.0
-        amount = max(kept, float(found.amount)) if math.isinf(norm_type) else kept + float(found.amount)
-        if math.isinf(norm_type) or amount >= floor:
-            flag = float(math.isinf(amount))
-            return torch.tensor((amount, float(found.nan), float(found.inf), flag), dtype=torch.float64)
-    elif measure_on_cpu(layout, gradients, others, math.inf)[0] == 0:
+    if math.isfinite(total) and measure_on_cpu(layout, gradients, others, math.inf)[0] == 0:
         return torch.zeros(4, dtype=torch.float64)
-    return flagged(exact([*layout.targets(gradients), *others], norm_type, layout.device), parts.numel, norm_type)
+    found = _again(parts, gradients) if not math.isfinite(total) else None
+    if found is not None and found[0] >= floor:
+        return found
+    return flagged(exact([*layout.targets(gradients), *others], norm_type, layout.device), numel, norm_type)
+
+
+def _again(parts: _Parts, gradients: Sequence[Tensor]) -> Tensor:
+    """Measure in fp64 the parts whose sum is not finite."""
+    pairs = list(zip(parts.partials, parts.sources, strict=True))
+    doubtful = {id(sources): sources for partial, sources in pairs if not partial.isfinite().all()}
+    tensors = [
+        tensor
+        for sources in doubtful.values()
+        for tensor in ([sources.target(gradients)] if isinstance(sources, Span) else sources)
+    ]
+    found = exact(tensors, parts.norm_type, torch.device("cpu"))
+    good = [partial for partial, sources in pairs if id(sources) not in doubtful]
+    kept = parts.total(good) if good else 0.0
+    amount = max(kept, float(found.amount)) if math.isinf(parts.norm_type) else kept + float(found.amount)
+    return torch.tensor((amount, float(found.nan), float(found.inf), math.isinf(amount)), dtype=torch.float64)
 
 
 class _Parts:
@@ -89,9 +94,7 @@ class _Parts:
     def __init__(self, norm_type: float) -> None:
         self.norm_type = norm_type
         self.partials: list[Tensor] = []  # norms of rows for p = 2, maxima for inf, sums of rows otherwise
-        self.sources: list[Sequence[Tensor]] = []  # of each partial result; the same object where several share it
-        self.numel = 0
-        self.narrow = 0  # elements whose powers went through fp32
+        self.sources: list[Span | Sequence[Tensor]] = []  # of each; the same object where several share it
         self._scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
         self._halves: list[Tensor] = []  # waiting for conversion
         self._halves_sources: list[Tensor] = []
@@ -118,10 +121,7 @@ class _Parts:
 
     def _squares(self, values: Tensor, numel: int, sources: Sequence[Tensor] | None = None) -> None:
         """Rows of a contiguous range in its own precision."""
-        self.numel += numel
-        if values.dtype is torch.float32:
-            self.narrow += numel
-        row = _row_length(numel)
+        row = row_length(numel)
         rows = numel // row
         matrix = values.as_strided((rows, row), (row, 1))
         self.partials.append(_norm(matrix, 2, dim=1))
@@ -156,19 +156,14 @@ class _Parts:
         copy[numel:].zero_()
         self.partials.append(_norm(copy.view(-1, ROW), 2, dim=1))
         self.sources.append(self._halves_sources)
-        self.numel += numel
-        self.narrow += numel
         self._halves, self._halves_sources, self._halves_numel = [], [], 0
 
     def any(self, values: Tensor, sources: Sequence[Tensor], repeat: int = 1) -> None:
         """Measure numbers of any shape, strides, dtype and norm; each element counts `repeat` times."""
-        numel = values.numel()
-        if not numel:
+        if not values.numel():
             return
-        dtype = torch.float64 if values.dtype in _WIDE or 3.0 < self.norm_type < math.inf else torch.float32
-        self.numel += numel * repeat
-        if dtype is torch.float32:
-            self.narrow += numel * repeat
+        wide = values.dtype in _WIDE or _FP32_POWERS < self.norm_type < math.inf
+        dtype = torch.float64 if wide else torch.float32
         if math.isinf(self.norm_type) and not values.is_complex():
             low, high = values.aminmax()
             partials = [torch.stack((-low, high))]
@@ -213,18 +208,7 @@ class _Parts:
 def _rows(values: Tensor) -> list[Tensor]:
     """One-dimensional contiguous numbers as a matrix of short rows, and the rest, if any, as one more row."""
     numel = values.numel()
-    row = _row_length(numel)
+    row = row_length(numel)
     rows = numel // row
     matrix = values.as_strided((rows, row), (row, 1))
     return [matrix] if rows * row == numel else [matrix, values[rows * row :].view(1, -1)]
-
-
-@lru_cache(maxsize=4096)
-def _row_length(numel: int) -> int:
-    """At most `ROW`, and if possible a divisor, so that no rest needs a call of its own."""
-    if numel <= ROW:
-        return numel
-    if numel >= _BLOCK:
-        return ROW  # one more call does not show
-    candidates = [*range(ROW, 63, -16), *range(ROW - 1, 63, -1)]
-    return next((row for row in candidates if numel % row == 0), ROW)

@@ -28,9 +28,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from distclip.measure.cpu import LONGEST, measure_on_cpu
+from distclip.measure.cpu import measure_on_cpu
 from distclip.measure.exact import exact, flagged
-from distclip.measure.ranges import Layout, RangeCache, layouts
+from distclip.measure.ranges import LONGEST, Layout, RangeCache, layouts
 
 _layout_of = attrgetter("layout")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ SMALL = 1 << 15
 
 PACK = 1 << 19
 """Elements packed together: 2 MiB of fp32, which stays in the second or third level cache."""
+
+ROW = 256
+"""Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
+
+LONGEST = 1 << 24
+"""Elements per call for long ranges: short enough that measuring one part again is bearable."""
 
 _ALIKE = 8
 """A pack of its own costs as much as viewing this many gradients one-dimensionally for a common pack."""
@@ -78,25 +85,78 @@ class Pack(NamedTuple):
         return tuple(span.view(gradients) for span in self.spans) if self.rows is None else self.pick(gradients)
 
 
-@dataclass(frozen=True, slots=True)
+class Matrix(NamedTuple):
+    """A long range and how to see it as short rows: `as_strided(size, stride)`."""
+
+    span: Span
+    size: tuple[int, int]
+    stride: tuple[int, int]
+
+
+@dataclass(slots=True)
 class Layout:
     """How to walk the gradients of one device."""
 
     device: torch.device
+    rows: list[Span] = field(default_factory=list)
+    """Matrices in fp32 or fp64 that consist of short rows already: no view is needed to read them exactly."""
+    matrices: list[Matrix] = field(default_factory=list)
+    """Other long ranges in fp32 or fp64 that short rows divide evenly."""
     long: list[Span] = field(default_factory=list)
-    """Ranges worth a call of their own."""
+    """Long ranges that need more thought."""
     packs: list[Pack] = field(default_factory=list)
     others: list[int] = field(default_factory=list)
     """Gradients that are not contiguous, not real or lazily negated: looked at one by one."""
     merged: list[tuple[int, int]] = field(default_factory=list)
     """(first gradient, bytes) of each merged range: what its storage must still hold."""
+    numel: int = 0
+    """Elements in all ranges."""
+    narrow: bool = False
+    """Whether any range is narrower than fp64."""
+
+    def spans(self) -> list[Span]:
+        """The long ranges."""
+        return [*self.rows, *(matrix.span for matrix in self.matrices), *self.long]
 
     def targets(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """All ranges, long and small, as contiguous tensors of any shape."""
-        found = [span.target(gradients) for span in self.long]
+        found = [span.target(gradients) for span in self.spans()]
         for pack in self.packs:
             found += pack.tensors(gradients)
         return found
+
+    def add(self, spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> None:
+        """Take up ranges of one dtype."""
+        self.narrow |= dtype is not torch.float64
+        self.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
+        small: list[Span] = []
+        for span in spans:
+            self.numel += span.numel
+            if span.numel < SMALL:
+                small.append(span)
+                continue
+            row = row_length(span.numel)
+            shape = shapes[span.first]
+            if dtype.itemsize < 4 or span.numel > LONGEST:
+                self.long.append(span)
+            elif span.tensors == 1 and len(shape) == 2 and ROW // 4 <= shape[1] <= ROW:
+                self.rows.append(span)
+            elif span.numel % row:
+                self.long.append(span)
+            else:
+                self.matrices.append(Matrix(span, (span.numel // row, row), (row, 1)))
+        self.packs.extend(_pack(small, shapes))
+
+
+@lru_cache(maxsize=4096)
+def row_length(numel: int) -> int:
+    """At most `ROW`, and if possible a divisor, so that no rest needs a call of its own."""
+    if numel <= ROW:
+        return numel
+    if numel >= PACK:
+        return ROW  # one more call does not show
+    candidates = [*range(ROW, ROW // 4, -16), *range(ROW - 1, ROW // 4, -1)]
+    return next((row for row in candidates if numel % row == 0), ROW)
 
 
 class RangeCache:
@@ -146,26 +206,25 @@ def _room(gradient: Tensor) -> int:
 
 
 def _layouts(gradients: Sequence[Tensor], key: _Key) -> list[Layout]:
-    _, shapes, contiguous, dtypes = key
+    pointers, shapes, contiguous, dtypes = key
     numels = list(map(Tensor.numel, gradients))
     devices = list(map(_device, gradients))
     negated = any(map(Tensor.is_neg, gradients))
-    found: dict[torch.device, Layout] = {device: Layout(device) for device in dict.fromkeys(devices)}
+    found = {device: Layout(device) for device in dict.fromkeys(devices)}
     flat: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (device, dtype, plain) in enumerate(zip(devices, dtypes, contiguous, strict=True)):
-        if not numels[index]:
-            continue
-        if plain and dtype in REAL and not (negated and gradients[index].is_neg()):
-            flat.setdefault((device, dtype), []).append(index)
-        else:
-            found[device].others.append(index)
+    if len(found) == len(set(dtypes)) == 1 and dtypes[0] in REAL and all(numels) and all(contiguous) and not negated:
+        flat[devices[0], dtypes[0]] = list(range(len(gradients)))
+    else:
+        for index, (device, dtype, plain) in enumerate(zip(devices, dtypes, contiguous, strict=True)):
+            if not numels[index]:
+                continue
+            if plain and dtype in REAL and not (negated and gradients[index].is_neg()):
+                flat.setdefault((device, dtype), []).append(index)
+            else:
+                found[device].others.append(index)
     for (device, dtype), indices in flat.items():
-        layout = found[device]
-        spans = _merge(indices, gradients, key[0], numels, dtype.itemsize)
-        layout.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
-        layout.long.extend(span for span in spans if span.numel >= SMALL)
-        layout.packs.extend(_pack([span for span in spans if span.numel < SMALL], shapes))
-    return [layout for layout in found.values() if layout.long or layout.packs or layout.others]
+        found[device].add(_merge(indices, gradients, pointers, numels, dtype.itemsize), dtype, shapes)
+    return [layout for layout in found.values() if layout.numel or layout.others]
 
 
 def _merge(
@@ -189,7 +248,7 @@ def _merge(
     return merged
 
 
-def _pack(spans: list[Span], shapes: tuple[torch.Size, ...]) -> list[Pack]:
+def _pack(spans: list[Span], shapes: Sequence[torch.Size]) -> list[Pack]:
     """Distribute small ranges over packs: those that can be joined as they are by shape, all others together."""
     alike: dict[tuple[int, ...] | None, list[Span]] = {}
     for span in spans:

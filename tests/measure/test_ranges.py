@@ -16,7 +16,7 @@ def spans(gradients: list[Tensor]) -> list[Span]:
     return [
         span
         for layout in layouts(gradients)
-        for span in (*layout.long, *(s for pack in layout.packs for s in pack.spans))
+        for span in (*layout.spans(), *(s for pack in layout.packs for s in pack.spans))
     ]
 
 
@@ -53,7 +53,7 @@ def test_what_only_looks_adjacent_is_not_merged() -> None:
 def test_small_ranges_of_one_dtype_are_packed_up_to_a_limit_and_long_ones_left_alone() -> None:
     small = [torch.ones(SMALL - 1) for _ in range(40)]
     (layout,) = layouts([*small, torch.ones(SMALL), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 2).t()])
-    assert [span.first for span in layout.long] == [40]
+    assert [span.first for span in layout.spans()] == [40]
     assert layout.others == [42]
     assert [sum(span.numel for span in pack.spans) == pack.numel <= PACK for pack in layout.packs] == [True] * 4
     assert sorted(span.first for pack in layout.packs for span in pack.spans) == [*range(40), 41]
