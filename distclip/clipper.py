@@ -244,6 +244,8 @@ class GradientClipper:
             arguments={**self._arguments, "grad_multiplier": repr(grad_multiplier)},
             scale=scale,
             problem=problem,
+            # parameters that were added to the model are seen when an optimizer gets them
+            outdated=self._count_optimized() != self._optimized,
         )
         self.plan = found.plan
         if isinstance(scale, Tensor):
@@ -355,7 +357,11 @@ class GradientClipper:
             return None
         return float(self._optimizers[0].param_groups[0]["lr"])
 
+    def _count_optimized(self) -> int:
+        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
     def _make_plan(self, problem: Exception | None) -> Plan:
+        self._optimized = self._count_optimized()
         return build_plan(
             self._items, self._group, declaration=self._declaration, problem=problem, arguments=self._arguments
         )

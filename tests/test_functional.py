@@ -283,3 +283,15 @@ def test_clip_grad_value() -> None:
         distclip.clip_grad_value_([parameter], -1.0)
     with pytest.raises(distclip.LayoutError, match="complex"):
         distclip.clip_grad_value_([_parameter(torch.ones(1, dtype=torch.complex64))], 1.0)
+
+
+def test_a_parameter_that_is_added_to_model_and_optimizer_counts() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False)])
+    model[0].weight.grad = torch.tensor([[3.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    clipper = distclip.GradientClipper(model, optimizer, max_norm=100.0)
+    assert clipper.step().total_norm.item() == 3.0
+    model.append(nn.Linear(1, 1, bias=False))
+    model[1].weight.grad = torch.tensor([[4.0]])
+    optimizer.add_param_group({"params": model[1].parameters()})
+    assert clipper.step().total_norm.item() == 5.0
