@@ -82,8 +82,8 @@ def survey(
     """Measure and agree; collective over `group`.
 
     `make_plan(problem)` is called by all ranks together when one of them needs a new plan; `outdated` says that this
-    rank does, although its gradients may not show it. `problem` is an error of this rank's arguments, which then becomes
-    every rank's.
+    rank does, although its gradients may not show it. `problem` is an error of this rank's arguments, which then
+    becomes every rank's.
     """
     for attempt in range(2):
         # Also where this rank has a problem: others may be waiting for its addends of Partial gradients.
