@@ -119,9 +119,14 @@ class TorchrunJob:
     def until_value(self, expected: float, name: str, **labels: str) -> None:
         self.until(lambda: self.value(name, **labels) == expected, f"{name}{labels} == {expected}")
 
-    def go(self, attempt: int, step: int) -> None:
-        """Let workers that wait in this step go on."""
-        (self.folder / f"go-{attempt}-{step}").touch()
+    def go(self, attempt: int, step: int, rank: int | None = None) -> None:
+        """Let workers that wait in this step go on, all or one."""
+        (self.folder / f"go-{attempt}-{step}{'' if rank is None else f'-{rank}'}").touch()
+
+    def until_steps(self, step: int, ranks: int) -> None:
+        """Wait until every rank of the present attempt has made this step; needs level rank."""
+        for rank in range(ranks):
+            self.until_value(step, "distclip_last_step", rank=str(rank))
 
     def wait(self, seconds: float = 90) -> int:
         try:
@@ -146,33 +151,33 @@ class TorchrunJob:
         self.process.wait()
 
 
-StartTorchrun = Callable[..., TorchrunJob]
+class Torchruns:
+    """Starts torchrun in folders of its own, and ends what is left of all of them."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._jobs: list[TorchrunJob] = []
 
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Iterator[StartTorchrun]:
-    """`torchrun("--nproc-per-node=2", ..., script=[...], plugin=True, environment={...})`: a started `TorchrunJob`.
-
-    `script` is what follows torchrun's options: with `--no-python` last or with `program=True` a whole command line,
-    else arguments of `torchrun_worker.py`.
-    """
-    jobs: list[TorchrunJob] = []
-
-    def start(
+    def __call__(
+        self,
         *options: str,
         script: list[str] | None = None,
         program: bool = False,
-        plugin: bool = True,
         environment: dict[str, str] | None = None,
         prefix: list[str] | None = None,
     ) -> TorchrunJob:
-        folder = tmp_path / f"job-{len(jobs)}"
+        """Start `torchrun --logs-specs distclip OPTIONS`.
+
+        `script` is what follows torchrun's options: with `--no-python` last or with `program` a whole command line,
+        else arguments of `torchrun_worker.py`. `prefix` goes before all.
+        """
+        folder = self._folder / f"job-{len(self._jobs)}"
         folder.mkdir()
         worker = [str(Path(__file__).with_name("torchrun_worker.py")), "--folder", str(folder)]
         whole = program or options[-1] == "--no-python"
         command = [
             *(prefix or []),
-            *[sys.executable, "-m", "torch.distributed.run", *(["--logs-specs", "distclip"] if plugin else [])],
+            *(sys.executable, "-m", "torch.distributed.run", "--logs-specs", "distclip"),
             *options,
             *([] if whole else worker),
             *(script or []),
@@ -186,9 +191,25 @@ def torchrun(tmp_path: Path) -> Iterator[StartTorchrun]:
             "DISTCLIP_RUN_ID": "r1",
         }
         job = TorchrunJob(command, {**inherited, **mine, **(environment or {})}, folder)
-        jobs.append(job)
+        self._jobs.append(job)
         return job
 
-    yield start
-    for job in jobs:
-        job.kill()
+    def kill(self) -> None:
+        for job in self._jobs:
+            job.kill()
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Torchruns]:
+    """`torchrun("--nproc-per-node=2", ..., script=[...], environment={...})`: a started `TorchrunJob`."""
+    torchruns = Torchruns(tmp_path)
+    yield torchruns
+    torchruns.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchruns]:
+    """The same for runs that several tests of a module look at: each start of torchrun takes seconds."""
+    torchruns = Torchruns(tmp_path_factory.mktemp("shared"))
+    yield torchruns
+    torchruns.kill()

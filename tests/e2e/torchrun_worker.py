@@ -1,7 +1,9 @@
-"""A worker for the torchrun tests: real gloo ranks that report steps to distclip's sinks, and die or wait when told to.
+"""A worker for the torchrun tests: reports steps to distclip's sinks, and dies or waits when told to.
 
-Steps are told apart by their norm, `step + 100 * attempt`, so that a test knows which attempt a gauge is of. With
-`--folder`, the worker waits in step N of attempt A until the file `go-A-N` is there, for each `--hold A:N`.
+Steps are told apart by their norm, `step + 100 * attempt`, so that a test knows which attempt a gauge is of. For each
+`--hold A:N` the worker of rank R waits in step N of attempt A (step 0: before the first) until the folder `--folder`
+has a file `go-A-N` or `go-A-N-R`. It starts without torch, which would take seconds; `--gloo` makes real ranks of the
+workers, that meet in every step.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from distclip.telemetry.record import RunInfo, StepRecord
 from distclip.telemetry.sinks import auto_sink
 
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-def step_record(step: int, norm: float, nan: int) -> StepRecord:
+
+def step_record(step: int, norm: float, nan: int, diverged: bool) -> StepRecord:
     return StepRecord(
         step=step,
         timestamp=time.time(),
@@ -45,7 +47,32 @@ def step_record(step: int, norm: float, nan: int) -> StepRecord:
         step_seconds=0.5,
         clip_seconds=0.125,
         wait_seconds=0.0625,
+        diverged=diverged,
     )
+
+
+def run_info() -> RunInfo:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return RunInfo(RANK, local_rank, WORLD_SIZE, "cpu", "ddp", "fixed", "skip", 2.0, "2", has_optimizer=True)
+
+
+def gloo_mean() -> Callable[[float], float]:
+    """A function that all ranks call together and that returns the mean of what they give."""
+    import atexit
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    atexit.register(dist.destroy_process_group)
+
+    def mean(value: float) -> float:
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / WORLD_SIZE
+
+    return mean
 
 
 def die(how: str) -> None:
@@ -53,52 +80,47 @@ def die(how: str) -> None:
         os._exit(3)
     if how == "signal":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("the test wants this worker to fail")
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def fail() -> None:
+        raise RuntimeError("the test wants this worker to fail")
+
+    fail()
 
 
-@record
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--nonfinite", type=int, nargs="*", default=[])
-    parser.add_argument("--die", default="", help="rank:step:how, in the first attempt; or rank:step:how:always")
+    parser.add_argument("--diverged", type=int, nargs="*", default=[])
+    parser.add_argument("--die", default="", help="rank:step:how, in the first attempt")
     parser.add_argument("--hold", nargs="*", default=[])
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gloo", action="store_true")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
-    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def hold(step: int) -> None:
+        go = [arguments.folder / f"go-{ATTEMPT}-{step}{rank}" for rank in ("", f"-{RANK}")]
+        while f"{ATTEMPT}:{step}" in arguments.hold and not any(path.exists() for path in go):
+            time.sleep(0.02)
+
+    mean = gloo_mean() if arguments.gloo else lambda value: value
     sink = auto_sink()
     if sink is not None:
-        sink.open(
-            RunInfo(
-                rank=rank,
-                local_rank=int(os.environ["LOCAL_RANK"]),
-                world_size=dist.get_world_size(),
-                device="cpu",
-                strategy="ddp",
-                policy="fixed",
-                nonfinite="skip",
-                norm_type=2.0,
-                torch_version=torch.__version__,
-                has_optimizer=True,
-            )
-        )
-    print(f"worker {rank} of attempt {attempt} is there", flush=True)
-    print(f"worker {rank} says this on stderr", file=sys.stderr, flush=True)
+        sink.open(run_info())
+    print(f"worker {RANK} of attempt {ATTEMPT} writes to {os.environ.get('DISTCLIP_SPOOL')}", flush=True)
+    print(f"worker {RANK} says this on stderr", file=sys.stderr, flush=True)
+    hold(0)
     for step in range(1, arguments.steps + 1):
-        total = torch.tensor([float(step + 100 * attempt)], dtype=torch.float64)
-        dist.all_reduce(total)
-        norm = total.item() / dist.get_world_size()
+        norm = mean(float(step + 100 * ATTEMPT))
         if sink is not None:
-            sink.record(step_record(step, norm, int(step in arguments.nonfinite)))
-        if f"{attempt}:{step}" in arguments.hold:
-            while not (arguments.folder / f"go-{attempt}-{step}").exists():
-                time.sleep(0.02)
+            sink.record(step_record(step, norm, int(step in arguments.nonfinite), step in arguments.diverged))
+        hold(step)
         if arguments.die:
-            who, when, how, *always = arguments.die.split(":")
-            if rank == int(who) and step == int(when) and (attempt == 0 or always):
+            who, when, how = arguments.die.split(":")
+            if int(who) == RANK and step == int(when) and ATTEMPT == 0:
                 die(how)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
