@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-SkipReason = Literal["nonfinite", "no_gradients"]
+SkipReason = Literal["nonfinite", "no_gradients", "accumulating", "policy"]
+"""Why a step must not or did not run. "accumulating": more micro-batches are to come, nothing was measured; "policy":
+somebody else skipped a step that was finite, such as DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class HostReport:
     """A StepReport as plain Python numbers."""
 
     step: int
-    total_norm: float
-    clip_coefficient: float
-    clipped: bool
+    total_norm: float | None
+    """None while accumulating, as the next two are."""
+    clip_coefficient: float | None
+    clipped: bool | None
     nonfinite: bool
     should_step: bool
     stepped: bool | None
@@ -75,7 +78,17 @@ class StepReport:
     _steps_anyway: bool = False
     """Whether a nonfinite gradient does not stop the step (nonfinite="zero" and "propagate")."""
     _no_gradients: bool = False
+    _other_reason: SkipReason | None = None
+    """A reason that the gradients do not show."""
     _read: bool | None = field(default=None, repr=False)
+
+    @classmethod
+    def accumulating(cls, step: int) -> StepReport:
+        """Between accumulation boundaries: no step was due, so all numbers are None; `step` is that of the last one."""
+        # The fields promise tensors, so that a loop that steps each time need not ask; one that accumulates asks
+        # skip_reason or stepped first.
+        nothing: Any = None
+        return cls(step, nothing, nothing, nothing, None, {}, _other_reason="accumulating", _read=False)
 
     @property
     def nonfinite(self) -> bool:
@@ -87,22 +100,24 @@ class StepReport:
     @property
     def should_step(self) -> bool:
         """Whether the optimizer may step: the same on every rank. Ask it after `clip_()`."""
-        return not self._no_gradients and (self._steps_anyway or not self.nonfinite)
+        if self._no_gradients or self._other_reason is not None:
+            return False
+        return self._steps_anyway or not self.nonfinite
 
     @property
     def skip_reason(self) -> SkipReason | None:
         """Why the step must not run, or None if it may."""
-        if self._no_gradients:
-            return "no_gradients"
+        if self._no_gradients or self._other_reason is not None:
+            return self._other_reason or "no_gradients"
         return None if self.should_step else "nonfinite"
 
     def host(self) -> HostReport:
         """All of it as plain numbers; waits once for the device."""
         return HostReport(
             step=self.step,
-            total_norm=float(self.total_norm),
-            clip_coefficient=float(self.clip_coefficient),
-            clipped=bool(self.clipped),
+            total_norm=None if self._other_reason == "accumulating" else float(self.total_norm),
+            clip_coefficient=None if self._other_reason == "accumulating" else float(self.clip_coefficient),
+            clipped=None if self._other_reason == "accumulating" else bool(self.clipped),
             nonfinite=self.nonfinite,
             should_step=self.should_step,
             stepped=self.stepped,
