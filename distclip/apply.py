@@ -64,7 +64,7 @@ def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeC
                 # As a 0-d tensor: with a Python number the CPU takes four times as long for thousands of small
                 # gradients. A wider 0-d tensor does not change a gradient's dtype.
                 wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-                torch._foreach_mul_(same, torch.tensor(part, dtype=wide))
+                torch._foreach_mul_(same, torch.tensor(part, dtype=wide, device="cpu"))
             else:
                 torch._foreach_mul_(same, part)
 

@@ -80,6 +80,16 @@ def test_one_writes_nothing_and_other_factors_do() -> None:
     scale_([], 0.5)
 
 
+def test_a_default_device_makes_no_difference() -> None:
+    gradients = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
+    uncoalesced = torch.sparse_coo_tensor([[0, 0]], [math.inf, 1.0], (3,), check_invariants=True)
+    with torch.device("meta"):
+        scale_(gradients, 0.5)
+        zero_nonfinite_([uncoalesced])
+    assert gradients[0].tolist() == gradients[1].tolist() == [0.5] * 3
+    assert uncoalesced.to_dense().tolist() == [0.0] * 3
+
+
 def test_a_0d_tensor_is_as_good_as_a_number() -> None:
     gradient = torch.tensor([1.0, 2.0])
     scale_([gradient], torch.tensor(0.5, dtype=torch.float64))

@@ -1,14 +1,15 @@
 """Measure gradients on the CPU: rows in fp32, everything across rows in fp64, and a second look where the sum is odd.
 
-For p = 2 a long fp32 or fp64 range is read once, as a matrix with short rows. Half precision has no kernel that would
-return more than half precision, so it is converted block by block into scratch that fits the cache, many ranges at a
-time. Small ranges are copied together first. Other norms take the powers in scratch, the inf-norm needs no scratch.
+For p = 2 a long range is read once, as a matrix with short rows. Small ranges are copied together first. Other norms
+take the powers block by block in scratch that fits the cache; the inf-norm needs no scratch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
 from distclip.measure.ranges import LONGEST, PACK, ROW, Layout, Span, row_length
 from distclip.measure.values import REAL, blocks, readable
+
+_HALF_ROW = 512
+"""As `ROW`, for half precision, which is spread over 32 accumulators."""
 
 _BLOCK = PACK
 """Elements of scratch: 2 MiB of fp32."""
@@ -51,21 +55,21 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
         values, repeat = readable(gradient)
         if norm_type == 2.0 and values.is_complex() and values.is_contiguous():
             values = torch.view_as_real(values).flatten()  # |g|^2 is the sum of two squares
-        if values.dtype in REAL and values.is_contiguous() and repeat == 1:
-            parts.span(values, values.numel(), (gradient,))
-        else:
+        numel = values.numel()
+        if numel and values.dtype in REAL and values.is_contiguous() and repeat == 1:
+            parts.span(values, numel, (gradient,))
+        elif numel:
             parts.any(values, (gradient,), repeat)
-    parts.flush()
     if not parts.partials:
-        return torch.zeros(4, dtype=torch.float64)
+        return torch.zeros(4, dtype=torch.float64, device="cpu")
     total = parts.total(parts.partials)
     numel = layout.numel + sum(gradient.numel() for gradient in others)
     narrow = norm_type <= _FP32_POWERS and (layout.narrow or bool(others))
     floor = 0.0 if math.isinf(norm_type) else numel * (_FP32_FLOOR if narrow else FP64_FLOOR)
     if math.isfinite(total) and total >= floor:
-        return torch.tensor((total, 0.0, 0.0, 0.0), dtype=torch.float64)
+        return torch.tensor((total, 0.0, 0.0, 0.0), dtype=torch.float64, device="cpu")
     if math.isfinite(total) and measure_on_cpu(layout, gradients, others, math.inf)[0] == 0:
-        return torch.zeros(4, dtype=torch.float64)
+        return torch.zeros(4, dtype=torch.float64, device="cpu")
     found = _again(parts, gradients) if not math.isfinite(total) else None
     if found is not None and found[0] >= floor:
         return found
@@ -85,7 +89,9 @@ def _again(parts: _Parts, gradients: Sequence[Tensor]) -> Tensor:
     good = [partial for partial, sources in pairs if id(sources) not in doubtful]
     kept = parts.total(good) if good else 0.0
     amount = max(kept, float(found.amount)) if math.isinf(parts.norm_type) else kept + float(found.amount)
-    return torch.tensor((amount, float(found.nan), float(found.inf), math.isinf(amount)), dtype=torch.float64)
+    return torch.tensor(
+        (amount, float(found.nan), float(found.inf), math.isinf(amount)), dtype=torch.float64, device="cpu"
+    )
 
 
 class _Parts:
@@ -96,15 +102,12 @@ class _Parts:
         self.partials: list[Tensor] = []  # norms of rows for p = 2, maxima for inf, sums of rows otherwise
         self.sources: list[Span | Sequence[Tensor]] = []  # of each; the same object where several share it
         self._scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
-        self._halves: list[Tensor] = []  # waiting for conversion
-        self._halves_sources: list[Tensor] = []
-        self._halves_numel = 0
 
     def scratch(self, dtype: torch.dtype, numel: int, *, pack: bool = False) -> Tensor:
         """Uninitialised memory, valid until the next call with the same dtype and use."""
         buffer = self._scratch.get((dtype, pack))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._scratch[dtype, pack] = torch.empty(numel, dtype=dtype)
+            buffer = self._scratch[dtype, pack] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel]
 
     def span(self, values: Tensor, numel: int, sources: Sequence[Tensor] | None = None) -> None:
@@ -115,7 +118,7 @@ class _Parts:
         elif self.norm_type != 2.0:
             self.any(values.view(-1), sources or (values,))
         elif values.dtype in _HALF:
-            self._halve(values.view(-1), numel, sources or (values,))
+            self._halves(values.view(-1), numel, sources or (values,))
         else:
             self._squares(values, numel, sources)
 
@@ -131,37 +134,21 @@ class _Parts:
             self.partials.append(_norm(rest.view(1, -1), 2, dim=1))
             self.sources.append(sources or (rest,))
 
-    def _halve(self, values: Tensor, numel: int, sources: Sequence[Tensor]) -> None:
-        """Put one-dimensional half precision numbers in line for conversion, `_BLOCK` elements at a time."""
-        for piece in torch.split(values, _BLOCK) if numel > _BLOCK else (values,):
-            length = piece.numel()
-            if self._halves_numel + length > _BLOCK:
-                self.flush()
-            self._halves.append(piece)
-            self._halves_sources.extend(sources if numel <= _BLOCK else (piece,))
-            self._halves_numel += length
-
-    def flush(self) -> None:
-        """Convert and measure what is in line."""
-        numel = self._halves_numel
-        if not numel:
-            return
-        padded = -(-numel // ROW) * ROW
-        copy = self.scratch(torch.float32, padded)
-        if len(self._halves) == 1:
-            copy[:numel].copy_(self._halves[0])
-        else:
-            sizes = [piece.numel() for piece in self._halves]
-            torch._foreach_copy_(list(torch.split(copy[:numel], sizes)), self._halves)
-        copy[numel:].zero_()
-        self.partials.append(_norm(copy.view(-1, ROW), 2, dim=1))
-        self.sources.append(self._halves_sources)
-        self._halves, self._halves_sources, self._halves_numel = [], [], 0
+    def _halves(self, values: Tensor, numel: int, sources: Sequence[Tensor]) -> None:
+        """Rows of one-dimensional half precision numbers."""
+        row = row_length(numel, _HALF_ROW)
+        rows = numel // row if row >= ROW and half_kernel_works() else 0
+        if rows:
+            self.partials.append(half_squares(values, rows, row).sqrt_())
+            self.sources.append(sources)
+        for rest in blocks(values[rows * row :], _BLOCK):
+            copy = self.scratch(torch.float32, rest.numel()).copy_(rest)
+            for matrix in _rows(copy):
+                self.partials.append(_norm(matrix, 2, 1))
+                self.sources.append(sources)
 
     def any(self, values: Tensor, sources: Sequence[Tensor], repeat: int = 1) -> None:
         """Measure numbers of any shape, strides, dtype and norm; each element counts `repeat` times."""
-        if not values.numel():
-            return
         wide = values.dtype in _WIDE or _FP32_POWERS < self.norm_type < math.inf
         dtype = torch.float64 if wide else torch.float32
         if math.isinf(self.norm_type) and not values.is_complex():
@@ -203,6 +190,41 @@ class _Parts:
         if math.isinf(self.norm_type):
             return abs(float(together.amax()))  # never -0.0
         return float(together.sum(dtype=torch.float64))
+
+
+def half_squares(values: Tensor, rows: int, row: int) -> Tensor:
+    """Sums of squares, in fp32, of `rows` rows of half precision numbers.
+
+    torch's reductions round their result to the precision of the input, and converting the input first costs twice as
+    much as reading it. The backward pass of group norm has to sum the products of two half precision tensors over
+    rows into fp32 weights: with the gradient as both tensors, mean 0 and deviation 1, those are the sums wanted, in
+    one pass.
+    """
+    matrix = values.as_strided((1, rows, row), (rows * row, row, 1))
+    mean, deviation, weight = _constants(rows)
+    wanted = (False, True, False)  # of the gradients of input, weight and bias
+    found = torch.ops.aten.native_group_norm_backward(matrix, matrix, mean, deviation, weight, 1, rows, row, 1, wanted)
+    return cast(Tensor, found[1])
+
+
+@lru_cache(maxsize=16)
+def _constants(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _cpu_full((1, 1), 0.0), _cpu_full((1, 1), 1.0), _cpu_full((rows,), 1.0)
+
+
+def _cpu_full(size: tuple[int, ...], value: float) -> Tensor:
+    return torch.full(size, value, dtype=torch.float32, device="cpu")
+
+
+@lru_cache(maxsize=1)
+def half_kernel_works() -> bool:
+    """Whether this torch's group norm does what `half_squares` takes for granted."""
+    values = torch.full((2 * _HALF_ROW,), 0.5, dtype=torch.bfloat16, device="cpu")
+    try:
+        squares = half_squares(values, 2, _HALF_ROW)
+    except RuntimeError:
+        return False
+    return squares.dtype is torch.float32 and squares.tolist() == [_HALF_ROW / 4, _HALF_ROW / 4]
 
 
 def _rows(values: Tensor) -> list[Tensor]:

@@ -73,7 +73,7 @@ def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache 
         for layout, strided, others in _work(gradients, cache)
     ]
     if not found:
-        return torch.zeros(4, dtype=torch.float64)
+        return torch.zeros(4, dtype=torch.float64, device="cpu")
     return found[0] if len(found) == 1 else _combine(found, norm_type)
 
 
@@ -86,7 +86,7 @@ def max_abs(gradients: Sequence[Tensor]) -> Tensor:
         else exact([*layout.targets(strided), *others], math.inf, layout.device).largest
         for layout, strided, others in _work(gradients, None)
     ]
-    return torch.stack(_gather(found)).amax() if found else torch.zeros((), dtype=torch.float64)
+    return torch.stack(_gather(found)).amax() if found else torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def scaled_power_sum(gradients: Sequence[Tensor], norm_type: float, scale: float
         exact([*layout.targets(strided), *others], norm_type, layout.device, scale).amount
         for layout, strided, others in _work(gradients, None)
     ]
-    return torch.stack(_gather(found)).sum() if found else torch.zeros((), dtype=torch.float64)
+    return torch.stack(_gather(found)).sum() if found else torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 def _work(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[tuple[Layout, Sequence[Tensor], list[Tensor]]]:

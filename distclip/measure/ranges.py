@@ -24,9 +24,9 @@ from torch import Tensor
 
 from distclip.measure.values import REAL
 
-SMALL = 1 << 15
-"""Gradients below this number of elements are packed. Above it, a call per tensor costs less than copying it
-(measured on CPU: equal at 16K to 33K elements), and torch starts to use several threads."""
+SMALL = 1 << 17
+"""Ranges below this number of bytes are packed. Above it, a call per tensor costs less than copying it (measured on
+CPU: equal at 64 to 128 KiB), and torch starts to use several threads."""
 
 PACK = 1 << 19
 """Elements packed together: 2 MiB of fp32, which stays in the second or third level cache."""
@@ -132,7 +132,7 @@ class Layout:
         small: list[Span] = []
         for span in spans:
             self.numel += span.numel
-            if span.numel < SMALL:
+            if span.numel * dtype.itemsize < SMALL:
                 small.append(span)
                 continue
             row = row_length(span.numel)
@@ -149,14 +149,14 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def row_length(numel: int) -> int:
-    """At most `ROW`, and if possible a divisor, so that no rest needs a call of its own."""
-    if numel <= ROW:
+def row_length(numel: int, longest: int = ROW) -> int:
+    """At most `longest`, and if possible a divisor, so that no rest needs a call of its own."""
+    if numel <= longest:
         return numel
-    if numel >= PACK:
-        return ROW  # one more call does not show
-    candidates = [*range(ROW, ROW // 4, -16), *range(ROW - 1, ROW // 4, -1)]
-    return next((row for row in candidates if numel % row == 0), ROW)
+    if numel > PACK:
+        return longest  # one more call does not show
+    candidates = [*range(longest, longest // 4, -16), *range(longest - 1, longest // 4, -1)]
+    return next((row for row in candidates if numel % row == 0), longest)
 
 
 class RangeCache:

@@ -303,6 +303,20 @@ def test_no_host_read_on_an_accelerator() -> None:
         found[0].item()
 
 
+def test_a_default_device_or_dtype_makes_no_difference() -> None:
+    gradients = [torch.ones(5), torch.ones(2000, dtype=torch.bfloat16), torch.ones(3, 3).t(), torch.empty(0)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            for norm_type in NORM_TYPES:
+                wanted = 1 if math.isinf(norm_type) else 2014
+                assert measure(gradients, norm_type).tolist() == [pytest.approx(wanted), 0, 0, 0]
+            assert max_abs(gradients).item() == 1
+            assert measure([], 2.0).tolist() == [0, 0, 0, 0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_measures_without_waiting() -> None:
