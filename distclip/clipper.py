@@ -33,9 +33,10 @@ from distclip.arguments import (
 from distclip.culprits import describe, find_culprits
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
 from distclip.fold import folded
+from distclip.integrations import is_deepspeed_engine
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
 from distclip.plan.build import Declaration, build_plan
-from distclip.plan.collectives import resolve
+from distclip.plan.collectives import GroupReference, resolve
 from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
@@ -53,7 +54,8 @@ class GradientClipper:
     hold the same replicas, so that a model that is out of sync is found before the first step.
 
     Args:
-        source: the module, a list of modules (pipeline parts), parameters, or (name, parameter) pairs.
+        source: the module, a list of modules (pipeline parts), parameters, or (name, parameter) pairs. A DeepSpeed
+            engine makes an `EngineClipper` instead, which takes no optimizer: see distclip/integrations/deepspeed.
         optimizer: one or several that share this norm; they step together or not at all. None for `clip_` only.
         max_norm: the limit, > 0; None or inf only measures.
         norm_type: p of the p-norm, > 0 or inf.
@@ -83,6 +85,14 @@ class GradientClipper:
         (5.0, True)
     """
 
+    def __new__(cls, source: object = None, *args: Any, **kwargs: Any) -> GradientClipper:
+        """A DeepSpeed engine is source and optimizer at once, and has a clipper of its own."""
+        if cls is GradientClipper and is_deepspeed_engine(source):
+            from distclip.integrations.deepspeed import EngineClipper
+
+            return super().__new__(EngineClipper)
+        return super().__new__(cls)
+
     def __init__(
         self,
         source: Source,
@@ -101,7 +111,7 @@ class GradientClipper:
         telemetry: Literal["auto"] | Sink | None = "auto",
         fold: Literal["auto", "never", "always"] = "auto",
     ) -> None:
-        self._group = resolve(group)
+        self._group = GroupReference(resolve(group))
         self._declaration = Declaration(owned, tied, pipeline_group, param_groups)
         self._limits: dict[str, float] = {}
         self._items: list[Any] = []
@@ -238,7 +248,7 @@ class GradientClipper:
         found = survey(
             self.plan,
             self._make_plan,
-            group=self._group,
+            group=self._group.get(),
             device=self.plan.device,
             norm_type=self._norm_type,
             arguments={**self._arguments, "grad_multiplier": repr(grad_multiplier)},
@@ -363,7 +373,7 @@ class GradientClipper:
     def _make_plan(self, problem: Exception | None) -> Plan:
         self._optimized = self._count_optimized()
         return build_plan(
-            self._items, self._group, declaration=self._declaration, problem=problem, arguments=self._arguments
+            self._items, self._group.get(), declaration=self._declaration, problem=problem, arguments=self._arguments
         )
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
