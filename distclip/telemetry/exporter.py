@@ -14,6 +14,7 @@ Nothing here raises because of a full disk, a taken port or a bad address: it wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -107,7 +108,8 @@ class Exporter:
         self._hurry.set()
         self.finish("stopped")
         if self._target is not None:
-            self._target.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone, or its file system is: then nobody can read it either
+                self._target.unlink()
             self._target = None
         if self._server is not None:
             self._server.stop()

@@ -79,11 +79,6 @@ class Node:
         """One of `catalogue.STATES`."""
         return self._state
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over on this node."""
-        return self._ended is not None
-
     def wait_for_others(self) -> None:
         """The rendezvous has begun: the node waits for the others."""
         with self._lock:

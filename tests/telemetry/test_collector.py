@@ -148,6 +148,22 @@ def test_level_rank(rank_bench):
     assert ("distclip_last_step",) not in page  # one label set per metric
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_level_has_as_many_series_as_the_docs_say(tmp_path, make_info, make_record, ranks):
+    sizes = {}
+    for level in (Level.NODE, Level.RANK):
+        folder = tmp_path / level.name
+        folder.mkdir()
+        bench = Bench(folder, level, make_info, make_record)
+        bench.start(ranks=range(ranks))
+        for rank in range(ranks):
+            bench.node.worker_started(rank, os.getpid())
+            bench.step(rank, 1, loss_scale=1024.0)
+        sizes[level] = len(bench.page())
+    assert 95 <= sizes[Level.NODE] <= 105  # "about 100, whatever the number of ranks"
+    assert sizes[Level.RANK] == sizes[Level.NODE] - 2 + 8 * ranks  # "8 more per rank"; two that are replaced
+
+
 def test_the_oldest_rank_speaks_for_the_node(bench):
     bench.start()
     bench.step(0, 8)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import urllib.request
 from pathlib import Path
@@ -105,6 +106,14 @@ def test_a_folder_for_discovery_that_cannot_be_made_is_one_warning(start, caplog
     assert "distclip_run_state" in read(exporter)
     assert len(caplog.records) == 1
     assert "will not find" in caplog.text
+
+
+def test_a_folder_for_discovery_that_goes_away_does_not_keep_the_endpoint_from_closing(start, tmp_path):
+    exporter = start()
+    shutil.rmtree(tmp_path / "sd")
+    (tmp_path / "sd").write_text("no folder any more")
+    exporter.close()
+    assert exporter.url is None
 
 
 def test_no_room_for_the_spool_hands_workers_none(start, tmp_path, monkeypatch, caplog):
