@@ -156,9 +156,9 @@ class WholeHalf(Whole):
         scale = self.optimizer.loss_scale_config
         if scale.use_grad_scaling and (scale.dynamic_loss_scale or scale.cur_scale != 1.0):
             raise ConfigError(
-                "ZeRO stage 0 with fp16: DeepSpeed's backward does not scale the loss, yet its step divides by the scale "
-                f'(now {scale.cur_scale:g}), so every update would be too small by that. Set "fp16.loss_scale" to 1, or '
-                'use "bf16", or "zero_optimization.stage" 1'
+                "ZeRO stage 0 with fp16: DeepSpeed's backward does not scale the loss, yet its step divides by the "
+                f'scale (now {scale.cur_scale:g}), so every update would be too small by that. Set "fp16.loss_scale" '
+                'to 1, or use "bf16", or "zero_optimization.stage" 1'
             )
 
     @contextlib.contextmanager
