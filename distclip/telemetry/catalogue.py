@@ -75,7 +75,10 @@ METRICS: Final = (
         "What the training loop says it is doing: 1 for the present phase. No steps are due outside `training`.",
         ("phase",),
     ),
-    _gauge("run_start_timestamp_seconds", "When this node's agent started."),
+    _gauge(
+        "run_start_timestamp_seconds",
+        "When this node's agent started: later than on other nodes means that it joined late.",
+    ),
     _gauge(
         "run_end_timestamp_seconds",
         "When the run ended; absent while it goes on. It ended, it did not vanish.",
@@ -93,7 +96,9 @@ METRICS: Final = (
         ("kind",),
     ),
     _gauge("worker_restarts_remaining", "Failures that this node may still have: at 0 the next one ends the run."),
-    _gauge("worker_restarts_max", "Failures that the launcher was told to tolerate."),
+    _gauge(
+        "worker_restarts_max", "Failures that the launcher was told to tolerate: with 0 the first one ends the run."
+    ),
     _gauge("world_size", "Ranks in this attempt: below distclip_world_size_max the run goes on with fewer."),
     _gauge("world_size_max", "Ranks that the run has when all nodes are there; absent where it is not known."),
     _gauge("workers_up", "Workers alive on this node: one too few died, or is not started yet."),
@@ -178,14 +183,21 @@ METRICS: Final = (
         {"": "wait_seconds"},
     ),
     _gauge(
-        "gradient_norm", "Norm of all gradients before clipping, of the latest step in which it was finite.", "norm"
+        "gradient_norm",
+        "Norm of all gradients before clipping, of the latest step in which it was finite: a long rise often comes "
+        "before the loss diverges.",
+        "norm",
     ),
     Metric(
         "distclip_gradient_norm_observed",
         "histogram",
         "Finite norms before clipping, of every step: shows the spikes and the drift that a sampled gauge misses.",
     ),
-    _gauge("gradient_norm_limit", "Norm above which gradients are scaled down; absent without a limit.", "limit"),
+    _gauge(
+        "gradient_norm_limit",
+        "Norm above which gradients are scaled down: far above the usual norm it does nothing; absent without a limit.",
+        "limit",
+    ),
     _gauge("clip_coefficient", "What gradients were multiplied with: 1 means not clipped.", "coefficient"),
     _gauge(
         "gradient_rms", "Root mean square of a gradient element: comparable between models of different sizes.", "rms"
@@ -199,8 +211,16 @@ METRICS: Final = (
         {"": "local_norm"},
         "each",
     ),
-    _gauge("consecutive_nonfinite_steps", "Nonfinite steps in a row, now.", "consecutive_nonfinite"),
-    _gauge("consecutive_zero_gradient_steps", "Steps with a norm of exactly 0 in a row, now.", "consecutive_zero"),
+    _gauge(
+        "consecutive_nonfinite_steps",
+        "Nonfinite steps in a row, now: above 0 at several scrapes in a row means that it does not recover.",
+        "consecutive_nonfinite",
+    ),
+    _gauge(
+        "consecutive_zero_gradient_steps",
+        "Steps with a norm of exactly 0 in a row, now: while it grows the run computes and learns nothing.",
+        "consecutive_zero",
+    ),
     _gauge(
         "missing_gradient_tensors",
         "Parameters without a gradient: above 0, a part of the model takes no part.",
@@ -210,8 +230,16 @@ METRICS: Final = (
     _gauge(
         "loss_scale", "Loss scale of AMP: falling without end means that gradients never become finite.", "loss_scale"
     ),
-    _gauge("learning_rate", "Learning rate of the optimizer's first param group.", "learning_rate"),
-    _gauge("loss", "Loss as given to step(), in the latest step in which it was finite.", "loss"),
+    _gauge(
+        "learning_rate",
+        "Learning rate of the optimizer's first param group: 0 explains why nothing changes.",
+        "learning_rate",
+    ),
+    _gauge(
+        "loss",
+        "Loss as given to step(), of the latest step in which it was finite: beside the norm it tells which moved first.",
+        "loss",
+    ),
     _gauge("collect_duration_seconds", "Time this scrape took: it grows with the ranks of the node, not with steps."),
     Metric(
         "distclip_collect_errors_total",
@@ -221,7 +249,8 @@ METRICS: Final = (
     ),
     _gauge(
         "rank_report_timestamp_seconds",
-        "When the rank heard of least recently on this node last reported.",
+        "When the rank heard of least recently on this node last reported: old means that it hangs, or that no steps "
+        "are due.",
         "report_timestamp",
         "oldest",
     ),
