@@ -1,0 +1,249 @@
+"""DistributedDataParallel and its options: ignored and unused parameters, bucket views, a static graph, join."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distclip
+from distclip.testing import RankFailure, oracle
+from distclip.testing.collectives import count
+
+
+class Branches(nn.Module):
+    """`always` is used in every forward, `sometimes` where the input asks for it, `never` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(2, 2)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, batch: Tensor, branch: bool = True) -> Tensor:
+        out: Tensor = self.always(batch)
+        return self.sometimes(out) if branch else out
+
+
+def _reference(model: nn.Module, calls: list[tuple[Tensor, bool]]) -> dict[str, Any]:
+    """Mean over the calls of the gradients of a model in one process."""
+    alone = Branches()
+    alone.load_state_dict(model.state_dict())
+    for batch, branch in calls:
+        (alone(batch, branch).square().sum() / len(calls)).backward()
+    return oracle.gather_full_gradients(alone)
+
+
+def _batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 2, generator=generator) for _ in range(dist.get_world_size())]
+
+
+# --- options that change where gradients lie or whether there are any ----------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "find_unused_parameters, bucket views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "static_graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "small buckets": {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5},
+}
+
+
+def _with_options(name: str) -> list[dict[str, Any]]:
+    """Three steps; where the graph may change, one rank alone leaves a branch out."""
+    torch.manual_seed(0)
+    model = Branches()
+    wrapped = DistributedDataParallel(model, **OPTIONS[name])
+    clipper = distclip.GradientClipper(wrapped, max_norm=0.5)
+    batches = _batches()
+    said = []
+    for step in range(3):
+        branches = [rank == 0 or step == 1 or "static" in name for rank in range(len(batches))]
+        wrapped.zero_grad()
+        wrapped(batches[dist.get_rank()], branches[dist.get_rank()]).square().sum().backward()
+        wanted = _reference(model, list(zip(batches, branches, strict=True)))
+        before = oracle.gather_full_gradients(wrapped)
+        with count() as issued:
+            norm = clipper.clip_().total_norm.item()
+        after = oracle.gather_full_gradients(wrapped)
+        clipped = oracle.clipped(wanted, 0.5, 2.0)
+        said.append(
+            {
+                "issued": dict(issued),
+                "names": [sorted(before), sorted(wanted)],
+                "norm": norm / oracle.norm(wanted.values(), 2.0),
+                "worst": max(float(abs(after[key] - clipped[key]).max()) for key in wanted),
+            }
+        )
+    return said
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_options(ranks: Any, name: str) -> None:
+    for said in ranks(_with_options, 2, name):
+        for step, result in enumerate(said):
+            names, wanted = result["names"]
+            assert names == wanted
+            assert not any(key.startswith("never") for key in names)
+            assert result["norm"] == pytest.approx(1.0, rel=1e-6)
+            assert result["worst"] < 1e-6
+            # the first measurement of a plan compares replicas as well
+            assert result["issued"] == ({"allreduce": 1, "allgather": 1} if step == 0 else {"allreduce": 1})
+
+
+def _unused_without_the_option() -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    wrapped = DistributedDataParallel(model)
+    wrapped(_batches()[0], dist.get_rank() == 0).square().sum().backward()
+    distclip.clip_grad_norm_(wrapped, 1.0)
+
+
+def test_a_parameter_that_one_rank_did_not_use_is_named(ranks: Any) -> None:
+    """Without find_unused_parameters its gradient stays on that rank."""
+    with pytest.raises(RankFailure) as failure:
+        ranks(_unused_without_the_option, 2)
+    texts = {str(error) for error in failure.value.errors.values()}
+    assert [type(error) for error in failure.value.errors.values()] == [distclip.LayoutError] * 2
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "'sometimes.weight' has none on 1 of its holders 0, 1" in text
+    assert "find_unused_parameters=True" in text
+
+
+# --- accumulation --------------------------------------------------------------------------------------------------
+
+
+def _accumulated(views: bool) -> dict[str, Any]:
+    """Three micro-batches, of which the last synchronises; before it the clipper refuses, and then it counts all."""
+    torch.manual_seed(0)
+    model = Branches()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    clipper = distclip.GradientClipper(wrapped, max_norm=0.5)
+    batches = _batches()
+    mine = batches[dist.get_rank()]
+    refused = []
+    for factor in (1.0, 2.0):
+        with wrapped.no_sync():
+            wrapped(mine * factor).square().sum().backward()
+        for call in (clipper.clip_, lambda: distclip.get_total_norm(wrapped)):
+            try:
+                call()
+            except distclip.LayoutError as error:
+                refused.append(str(error))
+    with torch.no_grad():
+        wrapped(mine)  # validation in between changes nothing
+    wrapped(mine * 3.0).square().sum().backward()
+    calls = [(batch * factor, True) for batch in batches for factor in (1.0, 2.0, 3.0)]
+    wanted = oracle.norm(_reference(model, calls).values(), 2.0) * 3  # a sum over micro-batches, a mean over ranks
+    return {"refused": refused, "norm": clipper.clip_().total_norm.item() / wanted}
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_accumulation_is_refused_off_the_boundary_and_whole_at_it(ranks: Any, views: bool) -> None:
+    for said in ranks(_accumulated, 2, views):
+        assert len(said["refused"]) == 4
+        assert all("the last backward ran under DistributedDataParallel.no_sync()" in text for text in said["refused"])
+        assert said["norm"] == pytest.approx(1.0, rel=1e-6)
+
+
+# --- parameters that DDP ignores -----------------------------------------------------------------------------------
+
+
+class WithExpert(nn.Module):
+    """A shared layer and an expert that DDP is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(1, 1, bias=False)
+        self.expert = nn.Linear(1, 1, bias=False)
+        for layer in (self.shared, self.expert):
+            nn.init.ones_(layer.weight)
+
+    def forward(self, shared: Tensor, own: Tensor) -> Tensor:
+        out: Tensor = self.shared(shared) + self.expert(own)
+        return out
+
+
+def _ignored(declared: bool, other_values: bool) -> tuple[float, list[float], list[float]]:
+    """The mean gradient of `shared` is 2; that of `expert` is 3 on rank 0 and 6 on rank 1: sqrt(4 + 9 + 36) = 7."""
+    rank = dist.get_rank()
+    model = WithExpert()
+    if other_values:
+        nn.init.constant_(model.expert.weight, float(rank))
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["expert.weight"])
+    wrapped = DistributedDataParallel(model)
+    clipper = distclip.GradientClipper(wrapped, max_norm=0.7, owned=["expert.*"] if declared else [])
+    said = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.tensor([[1.0 + 2 * rank]]), torch.tensor([[3.0 + 3 * rank]])).sum().backward()
+        said.append(clipper.clip_().total_norm.item())
+    assert said[0] == said[1]
+    gradients = [p.grad.item() for p in model.parameters() if p.grad is not None]
+    return said[0], gradients, [2 * 0.1, (3.0 + 3 * rank) * 0.1]
+
+
+@pytest.mark.parametrize("other_values", [False, True])
+def test_ignored_parameters_that_are_declared_count_on_every_rank(ranks: Any, other_values: bool) -> None:
+    for norm, after, wanted in ranks(_ignored, 2, True, other_values):
+        assert norm == pytest.approx(7.0, rel=1e-7)
+        assert after == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("other_values", "text"),
+    [
+        (False, "'expert.weight': norms 3, 6 on ranks 0, 1"),
+        (True, "'expert.weight' (ddp) holds different values on ranks 0, 1"),
+    ],
+)
+def test_ignored_parameters_that_are_not_declared_are_refused_by_name(
+    ranks: Any, other_values: bool, text: str
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(_ignored, 2, False, other_values)
+    errors = failure.value.errors
+    assert {type(error) for error in errors.values()} == {distclip.LayoutError}
+    assert str(errors[0]) == str(errors[1])
+    assert text in str(errors[0])
+    assert "shared" not in str(errors[0])
+    assert "owned=" in str(errors[0])
+
+
+# --- join ----------------------------------------------------------------------------------------------------------
+
+
+def _join(batches: list[int]) -> tuple[list[float], str]:
+    """A loop under join(), of as many steps as this rank has batches."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    wrapped = DistributedDataParallel(layer)
+    clipper = distclip.GradientClipper(wrapped, max_norm=0.5)
+    rank = dist.get_rank()
+    norms = []
+    try:
+        with wrapped.join(throw_on_early_termination=True):
+            for step in range(batches[rank]):
+                wrapped.zero_grad()
+                wrapped(torch.tensor([[float(1 + step + 2 * rank)]])).sum().backward()
+                norms.append(clipper.clip_().total_norm.item())
+    except RuntimeError as error:
+        return norms, str(error)
+    return norms, "all batches"
+
+
+def test_join_with_as_many_batches_on_every_rank(ranks: Any) -> None:
+    assert ranks(_join, 2, [3, 3]) == [([2.0, 3.0, 4.0], "all batches")] * 2
+
+
+def test_join_ends_all_ranks_when_the_first_runs_out_of_batches(ranks: Any) -> None:
+    for norms, said in ranks(_join, 2, [2, 4]):
+        assert norms == [2.0, 3.0]
+        assert "exhausted" in said
