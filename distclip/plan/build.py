@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distclip.errors import DistclipError, LayoutError
 from distclip.plan import ddp, groups
-from distclip.plan.collectives import packet_device, wait_for_all
+from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
@@ -123,7 +123,7 @@ def build_plan(
         entries=tuple(entries),
         buckets=tuple(Bucket(*key, entries=tuple(indices)) for key, indices in sorted(by_bucket.items())),
         param_groups=names,
-        group=group,
+        group_reference=GroupReference(group),
         rank=rank,
         world_size=table.shape[0],
         device=packet_device(group, parameters),

@@ -46,6 +46,32 @@ def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None
 
 
+class GroupReference:
+    """A process group that is not kept alive by being remembered.
+
+    Plans outlive steps, and a group that something still refers to after `destroy_process_group` keeps its threads and
+    connections. torch itself holds every group until it is destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._reference = None if group is None else weakref.ref(group)
+
+    def get(self) -> dist.ProcessGroup | None:
+        """The group, or None for a single process.
+
+        Raises:
+            AgreementError: the group has been destroyed since.
+        """
+        if self._reference is None:
+            return None
+        group = self._reference()
+        if group is None:
+            raise AgreementError(
+                "the process group of this plan was destroyed: make a new GradientClipper after init_process_group"
+            )
+        return group
+
+
 def wait_for_all(group: dist.ProcessGroup | None, what: str) -> None:
     """Return when every rank of the group has come here; after `ARRIVAL_SECONDS` name those that have not.
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distclip.errors import LayoutError
-from distclip.plan.collectives import packet_device
+from distclip.plan.collectives import GroupReference, packet_device
 
 # What a gradient's placement on one mesh axis is, as a number that a MAX over ranks can agree on.
 _UNKNOWN, _AS_PARAMETER, _REPLICATE, _SUM, _AVERAGE, _OTHER, _SHARD = range(7)
@@ -35,7 +35,7 @@ class Reduction:
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    axes: tuple[tuple[dist.ProcessGroup, float], ...]
+    axes: tuple[tuple[GroupReference, float], ...]
     """For every Partial axis its process group, and what the sum is divided by (the group's size for averages)."""
 
 
@@ -62,7 +62,7 @@ def reductions_of(
             dtype=dtype,
             device=device,
             axes=tuple(
-                (mesh.get_group(axis), float(mesh.size(axis)) if placement.reduce_op == "avg" else 1.0)
+                (GroupReference(mesh.get_group(axis)), float(mesh.size(axis)) if placement.reduce_op == "avg" else 1.0)
                 for axis, placement in enumerate(partial)
                 if isinstance(placement, Partial)
             ),
@@ -92,7 +92,7 @@ def reduce_partials(reductions: Sequence[Reduction], local: Sequence[Tensor | No
                 part.copy_(gradient.reshape(-1))
         for group, divisor in reduction.axes:
             # over the ranks of one mesh axis, each with one addend
-            dist.all_reduce(scratch, group=group)
+            dist.all_reduce(scratch, group=group.get())
             if divisor != 1.0:
                 scratch /= divisor
         # Every rank of the mesh holds the sum, also one whose own addend was missing.

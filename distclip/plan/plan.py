@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from distclip.measure import RangeCache
+from distclip.plan.collectives import GroupReference
 from distclip.plan.layout import Layout
 from distclip.plan.partial import Reduction
 
@@ -62,7 +63,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     param_groups: tuple[str, ...]
     """Names of the param groups, in the order of the packet's slots; the last is "default"."""
-    group: dist.ProcessGroup | None
+    group_reference: GroupReference
     rank: int
     world_size: int
     device: torch.device
@@ -105,6 +106,11 @@ class Plan:
         self.present = math.fsum(entry.weight for entry in owned)
         self.present_share = math.fsum(entry.weight / len(entry.holders) for entry in self.entries)
         self.elements = sum(entry.local_numel for entry in owned)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The run's process group; None in a single process."""
+        return self.group_reference.get()
 
     @property
     def strategy(self) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import distclip
 from distclip.testing import RankFailure
@@ -253,3 +257,41 @@ def _subset() -> float | None:
 
 def test_a_subset_of_the_ranks(ranks: Any) -> None:
     assert ranks(_subset, 4) == [None, 5.0, None, 5.0]
+
+
+def _threads_of_gloo() -> int:
+    tasks = Path("/proc/self/task")
+    return sum("gloo" in (task / "comm").read_text() for task in tasks.iterdir())
+
+
+def _uses_everything() -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    group = dist.new_group([0, 1])
+    distclip.clip_grad_norm_([parameter], 1.0)
+    distclip.GradientClipper([_parameter(torch.ones(2))], group=group).clip_()
+    return _threads_of_gloo()
+
+
+def test_plans_do_not_keep_destroyed_groups_alive(ranks: Any) -> None:
+    before = max(ranks(_uses_everything, 2))
+    for _ in range(3):
+        last = ranks(_uses_everything, 2)
+    assert max(last) <= before
+
+
+def _destroyed() -> str:
+    clipper = distclip.GradientClipper([_parameter(torch.ones(2))], group=dist.new_group([0, 1]))
+    dist.destroy_process_group()
+    gc.collect()
+    try:
+        clipper.clip_()
+    except distclip.AgreementError as error:
+        return str(error)
+    return "went on alone"
+
+
+def test_a_clipper_does_not_go_on_alone_when_its_group_is_gone(ranks: Any) -> None:
+    for text in ranks(_destroyed, 2):
+        assert "was destroyed: make a new GradientClipper" in text
