@@ -237,7 +237,7 @@ METRICS: Final = (
     ),
     _gauge(
         "loss",
-        "Loss as given to step(), of the latest step in which it was finite: beside the norm it tells which moved first.",
+        "Loss given to step(), of the latest step in which it was finite: beside the norm it tells which moved first.",
         "loss",
     ),
     _gauge("collect_duration_seconds", "Time this scrape took: it grows with the ranks of the node, not with steps."),

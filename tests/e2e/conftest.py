@@ -49,7 +49,7 @@ class Scraper:
 
     def scrapes(self) -> list[Series]:
         """Waits for the end of the endpoint."""
-        self._thread.join(60)
+        self._thread.join(120)
         assert not self._thread.is_alive(), "the endpoint does not close"
         return [_parse(page) for page in self._pages]
 
@@ -108,7 +108,7 @@ class TorchrunJob:
     def value(self, name: str, **labels: str) -> float | None:
         return self.scrape().get((name, tuple(sorted(labels.items()))))
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
         """Wait for a condition; a torchrun that ends first, or the time limit, is a failure that shows the output."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -128,7 +128,7 @@ class TorchrunJob:
         for rank in range(ranks):
             self.until_value(step, "distclip_last_step", rank=str(rank))
 
-    def wait(self, seconds: float = 90) -> int:
+    def wait(self, seconds: float = 150) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
