@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "monitoring/README.md"]
+    [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "monitoring/README.md"]
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RANKS = re.compile(r"# on (\d) ranks\n")
