@@ -204,7 +204,7 @@ class EngineClipper(GradientClipper):
 
     def _stand_in(self) -> list[Any]:
         self._stand_ins = [
-            torch.zeros((), dtype=slot.dtype, device=slot.device).expand(slot.numel).requires_grad_()
+            torch.zeros(1, dtype=slot.dtype, device=slot.device).expand(slot.numel).requires_grad_()
             for slot in self._slots
         ]
         return [(slot.name, stand_in) for slot, stand_in in zip(self._slots, self._stand_ins, strict=True)]
@@ -264,13 +264,12 @@ class EngineClipper(GradientClipper):
         report.param_groups = {
             name: replace(group, coefficient=report.clip_coefficient) for name, group in report.param_groups.items()
         }
-        if report.stepped and not self._told and abs(used - true) > _DIFFERENT * true:
+        if coefficient < 1.0 and not self._told and abs(used - true) > _DIFFERENT * true:
             self._told = True
             if dist.get_rank() == 0:
                 warnings.warn(
-                    f"DeepSpeed clipped by a norm of {used:.6g}, but the norm of all gradients is {true:.6g} (of "
-                    'experts DeepSpeed averages over ranks what should be summed): pass decides="distclip" and '
-                    'remove "gradient_clipping" to clip by the true one',
+                    f"DeepSpeed clipped by a norm of {used:.6g}, but the norm of all gradients is {true:.6g}: "
+                    'set "gradient_clipping" to 0 and pass decides="distclip" to clip by the true one',
                     stacklevel=2,
                 )
 

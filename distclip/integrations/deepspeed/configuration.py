@@ -28,32 +28,40 @@ def check(
     limit = float(engine.gradient_clipping())
     if decides == "distclip":
         if limit > 0:
+            how = f"is {limit:g}" if "gradient_clipping" in inside.written else f"is missing, which means {limit:g},"
             raise ConfigError(
-                f'"gradient_clipping" is {limit:g} in DeepSpeed\'s configuration, but distclip is to clip here: remove '
-                "the key, or gradients would be clipped twice"
+                f'"gradient_clipping" {how} in DeepSpeed\'s configuration, but distclip is to clip here: set it to 0, '
+                "or gradients would be clipped twice"
             )
         if nonfinite == "zero" and inside.offloaded:
             raise ConfigError(
                 'nonfinite="zero" does not work with "zero_optimization.offload_optimizer": DeepSpeed looks for nan '
                 'while it moves gradients to the CPU, before distclip can change them; use nonfinite="skip"'
             )
-    elif nonfinite == "zero" or norm_type != 2.0 or grouped:
+        return [*_about_scale(engine), *_about_version()]
+    if nonfinite == "zero" or norm_type != 2.0 or grouped:
         raise ConfigError(
             'DeepSpeed clips by the 2-norm of everything and knows no nonfinite="zero" and no param_groups=: pass '
             'decides="distclip"'
         )
-    return [*_about_limit(limit, max_norm, decides), *_about_scale(engine), *_about_version()]
+    if limit > 0 and inside.clips_apart:
+        raise ConfigError(
+            f"ZeRO stage 0 with {inside.clips_apart}: DeepSpeed clips by norms without what other ranks hold. Set "
+            '"gradient_clipping" to 0 and pass decides="distclip", or use "zero_optimization.stage" 1'
+        )
+    return [*_about_limit(inside, limit, max_norm), *_about_scale(engine), *_about_version()]
 
 
-def _about_limit(limit: float, max_norm: float | None, decides: Decides) -> list[str]:
-    if decides == "distclip":
-        return []
+def _about_limit(inside: Inside, limit: float, max_norm: float | None) -> list[str]:
+    if "gradient_clipping" not in inside.written:
+        means = f"DeepSpeed {version()} then clips to {limit:g}" if limit > 0 else "nothing is clipped"
+        return [f'"gradient_clipping" is missing from DeepSpeed\'s configuration, so {means}: say what you mean']
     if limit <= 0:
         if max_norm is None or max_norm == float("inf"):
             return []
         return [
-            f'max_norm={max_norm:g}, but "gradient_clipping" is missing from DeepSpeed\'s configuration (or 0), so '
-            f'nothing is clipped: add "gradient_clipping": {max_norm:g}, or pass decides="distclip"'
+            f'max_norm={max_norm:g}, but "gradient_clipping" is 0 in DeepSpeed\'s configuration, so nothing is '
+            f'clipped: set it to {max_norm:g}, or pass decides="distclip"'
         ]
     if max_norm is None or abs(limit - max_norm) > 1e-9 * limit:
         return [

@@ -76,6 +76,16 @@ class Inside(ABC):
         return self.gradients()
 
     @property
+    def written(self) -> dict[str, Any]:
+        """DeepSpeed's configuration as the user wrote it."""
+        return dict(self.engine._config._param_dict)
+
+    @property
+    def clips_apart(self) -> str | None:
+        """What makes DeepSpeed clip the ranks by different norms, if anything does."""
+        return None
+
+    @property
     def offloaded(self) -> bool:
         """Whether DeepSpeed has taken norms and overflow of gradients already when they were moved to the CPU."""
         return False
@@ -138,6 +148,12 @@ class Whole(Inside):
     @property
     def loss_scale(self) -> float:
         return 1.0
+
+    @property
+    def clips_apart(self) -> str | None:
+        if self.engine.has_moe_layers:
+            return "experts"
+        return "pipeline stages" if self.engine.pipeline_parallelism else None
 
     @contextlib.contextmanager
     def skipping(self) -> Iterator[None]:
@@ -301,6 +317,10 @@ class Partitions(Inside):
             shadowed(self.optimizer, "check_grad_overflow", True),
         ):
             yield
+        if self.offloaded:
+            # DeepSpeed forgets this where gradients are accumulated in fp32, and the nan stays in all later sums.
+            for index in self.optimizer.averaged_gradients:
+                self.optimizer.averaged_gradients[index] = None
 
 
 class ParameterPartitions(Inside):
@@ -390,7 +410,7 @@ def inspect(engine: Any) -> Inside:
     Raises:
         ConfigError: DeepSpeed is used in a way, or is of a version, that distclip does not know; says which.
     """
-    require(engine, "_take_model_step", "basic_optimizer", "managed_gradient_accumulation", "enable_backward_allreduce")
+    require(engine, "_take_model_step", "_config", "basic_optimizer", "enable_backward_allreduce", "has_moe_layers")
     optimizer = engine.optimizer
     kind = _KINDS.get(type(optimizer).__name__)
     if kind is None and isinstance(optimizer, torch.optim.Optimizer):
