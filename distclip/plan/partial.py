@@ -10,6 +10,7 @@ tokens). So the ranks of each mesh agree on them when the plan is made.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def reductions_of(
     return [
         Reduction(
             entries=tuple(indices),
-            numels=tuple(_local_numel(parameters[index]) for index in indices),
+            numels=tuple(_local_numel(parameters[index], placements[index]) for index in indices),
             dtype=dtype,
             device=device,
             axes=tuple(
@@ -71,10 +72,18 @@ def reductions_of(
     ]
 
 
-def _local_numel(parameter: Tensor | None) -> int:
+def _local_numel(parameter: Tensor | None, placed: Sequence[Placement] | None) -> int:
+    """Elements that a gradient with these placements has here; it can be sharded otherwise than its parameter."""
     assert isinstance(parameter, DTensor)
-    with torch.no_grad():
-        return parameter.to_local().numel()
+    mesh, shape = parameter.device_mesh, list(parameter.shape)
+    for placement, at, size in zip(placed or (), mesh.get_coordinate() or (), mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            chunk = -(-shape[placement.dim] // size)
+            shape[placement.dim] = max(0, min(chunk, shape[placement.dim] - chunk * at))
+        elif not (placement.is_replicate() or placement.is_partial()):
+            with torch.no_grad():  # strided shards: always those of the parameter
+                return parameter.to_local().numel()
+    return math.prod(shape)
 
 
 def reduce_partials(reductions: Sequence[Reduction], local: Sequence[Tensor | None]) -> dict[int, Tensor]:
