@@ -174,7 +174,7 @@ def _classes(
                     names[index],
                     tuple(found[index].parameter.shape),
                     str(found[index].parameter.dtype).removeprefix("torch."),
-                    _local(found[index].parameter),
+                    _compared(found[index].parameter, placements[index]),
                 )
                 for index in indices
             ),
@@ -207,6 +207,12 @@ def _owner_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) ->
                 return min(dist.get_process_group_ranks(owned[pattern]))
             return dist.get_rank() if dist.is_initialized() else 0
     return None
+
+
+def _compared(parameter: Tensor, placed: tuple[Placement, ...] | None) -> Tensor:
+    """What holders of a gradient must have alike; nothing where it is placed unlike its parameter, compared before."""
+    same = not isinstance(parameter, DTensor) or placed == parameter.placements
+    return _local(parameter) if same else torch.empty(0)
 
 
 def _local(parameter: Tensor) -> Tensor:
