@@ -151,12 +151,12 @@ def _classes(
     names = []
     for index, item in enumerate(found):
         layout = _layout_of(item, placements[index])
-        owner = _owner_of(item.name, declaration.owned)
+        owners = _owners_of(item.name, declaration.owned)
         if item.name in aliases:
             # One parameter on several stages: its copies find each other by name and content, not by stage.
             layout = replace(layout, where=f"{layout.where}, tied", family=("tied", *layout.family), everywhere=False)
-        elif owner is not None:
-            family = ("owned", owner, *layout.family)
+        elif owners is not None:
+            family: tuple[object, ...] = ("owned", owners, *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False)
         elif getattr(item.parameter, "allreduce", True) is False:
             # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name.
@@ -199,13 +199,13 @@ def _local_numel(parameter: Tensor) -> int:
     return _local(parameter.grad if parameter.grad is not None and placements_differ(parameter) else parameter).numel()
 
 
-def _owner_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) -> int | None:
-    """The lowest rank of those that hold copies, where `name` is declared owned."""
+def _owners_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) -> tuple[int, ...] | None:
+    """The ranks that hold copies, where `name` is declared owned: all of them, so that no class is mixed."""
     for pattern in owned:
         if fnmatchcase(name, pattern):
             if isinstance(owned, dict):
-                return min(dist.get_process_group_ranks(owned[pattern]))
-            return dist.get_rank() if dist.is_initialized() else 0
+                return tuple(dist.get_process_group_ranks(owned[pattern]))
+            return (dist.get_rank() if dist.is_initialized() else 0,)
     return None
 
 
