@@ -153,10 +153,12 @@ def _classes(
         layout = _layout_of(item, placements[index])
         owners = _owners_of(item.name, declaration.owned)
         if item.name in aliases:
-            # One parameter on several stages: its copies find each other by name and content, not by stage.
-            layout = replace(layout, where=f"{layout.where}, tied", family=("tied", *layout.family), everywhere=False)
+            # One parameter on several stages: its copies find each other by name and content, not by stage. A class
+            # of its own, because another tied parameter can be on other stages.
+            family: tuple[object, ...] = ("tied", aliases[item.name], *layout.family)
+            layout = replace(layout, where=f"{layout.where}, tied", family=family, everywhere=False)
         elif owners is not None:
-            family: tuple[object, ...] = ("owned", owners, *layout.family)
+            family = ("owned", owners, *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False)
         elif getattr(item.parameter, "allreduce", True) is False:
             # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name.
