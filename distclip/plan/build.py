@@ -5,6 +5,7 @@ Collective over the run's group: every rank must come here, with whatever it has
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -161,8 +162,10 @@ def _classes(
             family = ("owned", owners, *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False)
         elif getattr(item.parameter, "allreduce", True) is False:
-            # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name.
-            layout = replace(layout, kind="owned", family=("marked", *layout.family), everywhere=False, by_content=True)
+            # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name. By
+            # names without numbers, because a shared expert has other holders than the routed ones.
+            family = ("marked", re.sub(r"\d+", "#", item.name), *layout.family)
+            layout = replace(layout, kind="owned", family=family, everywhere=False, by_content=True)
         elif stage is not None:
             family = ("stage", stage, *layout.family)
             layout = replace(layout, where=f"{layout.where}, stage {stage}", family=family, everywhere=False)
