@@ -119,7 +119,9 @@ def build_plan(
         by_bucket[entry.param_group, entry.owned_by(rank), len(entry.holders)].append(index)
     wrappers = {id(item.ddp): item.ddp for item in found if item.ddp is not None}
     for wrapper in wrappers.values():
-        ddp.watch(wrapper)
+        # A pipeline's schedule runs every forward under no_sync() and has the last backward reduce all the same.
+        if declaration.pipeline_group is None:
+            ddp.watch(wrapper)
     return Plan(
         entries=tuple(entries),
         buckets=tuple(Bucket(*key, entries=tuple(indices)) for key, indices in sorted(by_bucket.items())),
