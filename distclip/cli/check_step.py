@@ -228,7 +228,7 @@ def _other_ranks(plans: Sequence[dict[tuple[str, int], _Row]]) -> list[str]:
             (len(plan.keys() - first.keys()), "more"),
             (len(first.keys() - plan.keys()), "fewer"),
             (sum(one[0] != other[0] for one, other in both), "laid out otherwise"),
-            (sum(one[1] != other[1] for one, other in both), "on other ranks"),
+            (sum(one[1] != other[1] for one, other in both), "held by other ranks"),
             (sum(one[2] != other[2] for one, other in both), "of other local size"),
         ]
         told = [f"{_number(count, 'parameter')} {how}" for count, how in differences if count]

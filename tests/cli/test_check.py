@@ -260,11 +260,11 @@ def _layout(kind: str) -> tuple[int | None, str, str]:
     ("kind", "size", "others", "torchs"),
     [
         ("ddp", 2, "rank 1: as rank 0", ", the same"),
-        ("fsdp1", 2, "rank 1: 6 parameters on other ranks, ", "wrong: not the same on every rank ("),
-        ("fsdp1 flat", 2, "rank 1: 1 parameter on other ranks", "wrong: not the same on every rank ("),
-        ("fsdp2", 2, "rank 1: 6 parameters on other ranks", ", the same"),
-        ("hsdp", 4, "ranks 1, 3: 6 parameters on other ranks\nrank 2: as rank 0", ", the same"),
-        ("sp", 2, "rank 1: 3 parameters on other ranks", ", the same"),
+        ("fsdp1", 2, "rank 1: 6 parameters held by other ranks, ", "wrong: not the same on every rank ("),
+        ("fsdp1 flat", 2, "rank 1: 1 parameter held by other ranks", "wrong: not the same on every rank ("),
+        ("fsdp2", 2, "rank 1: 6 parameters held by other ranks", ", the same"),
+        ("hsdp", 4, "ranks 1, 3: 6 parameters held by other ranks\nrank 2: as rank 0", ", the same"),
+        ("sp", 2, "rank 1: 3 parameters held by other ranks", ", the same"),
     ],
 )
 def test_layouts(ranks, kind, size, others, torchs):
