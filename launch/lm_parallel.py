@@ -27,7 +27,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-WRAPS = ("none", "ddp", "fsdp1", "fsdp2", "hsdp")
+WRAPS = ("none", "ddp", "fsdp1", "fsdp2", "hsdp", "zero0", "zero1", "zero2", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -112,8 +112,13 @@ def hsdp_mesh(replicate: int, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+def is_zero(kind: str) -> bool:
+    """Whether DeepSpeed is to hold the model (see `lm_deepspeed.py`)."""
+    return kind.startswith("zero")
+
+
 def computing(kind: str, precision: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Around forward: autocast where the wrapper does not choose the number format itself (FSDP does)."""
+    """Around forward: autocast where the wrapper does not choose the number format itself (FSDP and DeepSpeed do)."""
     if precision == "fp32" or kind not in ("none", "ddp"):
         return contextlib.nullcontext()
     return torch.autocast(place.device.type, DTYPES[precision])
@@ -121,8 +126,8 @@ def computing(kind: str, precision: str, place: Place) -> contextlib.AbstractCon
 
 def make_scaler(kind: str, precision: str, place: Place) -> torch.amp.GradScaler | None:
     """fp16 gradients underflow unless the loss is scaled up first; the other formats have the range."""
-    if precision != "fp16":
-        return None
+    if precision != "fp16" or is_zero(kind):
+        return None  # DeepSpeed scales by itself
     if kind == "fsdp1":
         return ShardedGradScaler(place.device.type)
     return torch.amp.GradScaler(place.device.type)

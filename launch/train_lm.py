@@ -2,10 +2,12 @@
 
     python train_lm.py                                                               # one process
     torchrun --logs-specs distclip --nproc-per-node 2 train_lm.py --wrap fsdp2       # two ranks, seen by Prometheus
+    torchrun --logs-specs distclip --nproc-per-node 2 train_lm.py --wrap zero2       # the same with DeepSpeed
 
 A real training job to read, copy and break. What distclip adds to a training loop are two calls in `train` below, each
 marked. The neighbours of this file have the rest: `lm_model.py` (model, data), `lm_parallel.py` (DDP, FSDP, precision),
-`lm_checkpoint.py` (save, resume) and `lm_faults.py` (`--inject`: nan, zero and tiny gradients, spikes, deaths).
+`lm_deepspeed.py` (ZeRO), `lm_checkpoint.py` (save, resume) and `lm_faults.py` (`--inject`: nan, zero and tiny
+gradients, spikes, deaths).
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from collections.abc import Sequence
 
 import torch
 from lm_checkpoint import Checkpoints
+from lm_deepspeed import EngineCheckpoints, make_engine
 from lm_faults import batch_weight, check_faults, die_if_due
 from lm_model import Block, LanguageModel, draw_batch, loss_of, read_source
 from lm_options import parse_options
-from lm_parallel import Place, computing, make_scaler, started, synchronising, wrap
-from torch import Tensor
+from lm_parallel import Place, computing, is_zero, make_scaler, started, synchronising, wrap
+from torch import Tensor, nn
 
 import distclip
 
@@ -30,14 +33,25 @@ def train(args: argparse.Namespace, place: Place) -> list[float]:
     torch.manual_seed(args.seed)
     text = read_source(args.bytes)
     plain = LanguageModel(args.layers, args.width, args.heads, args.context)
-    model = wrap(plain, Block, args.wrap, args.precision, args.replicate, place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     scaler = make_scaler(args.wrap, args.precision, place)
+    checkpoints: Checkpoints | EngineCheckpoints | None = None
 
     # distclip, 1 of 2: on every rank, after wrapping.
-    clipper = distclip.GradientClipper(model, optimizer, max_norm=args.max_norm, scaler=scaler)
+    if is_zero(args.wrap):
+        optimizer = make_optimizer(plain, args.lr)
+        model = make_engine(plain, optimizer, args.wrap, args.precision, args.batch, args.max_norm, place)
+        backward = model.backward
+        clipper = distclip.GradientClipper(model, max_norm=args.max_norm)
+        if args.checkpoint:
+            checkpoints = EngineCheckpoints(args.checkpoint, model, clipper)
+    else:
+        model = wrap(plain, Block, args.wrap, args.precision, args.replicate, place)
+        optimizer = make_optimizer(model, args.lr)
+        backward = Tensor.backward
+        clipper = distclip.GradientClipper(model, optimizer, max_norm=args.max_norm, scaler=scaler)
+        if args.checkpoint:
+            checkpoints = Checkpoints(args.checkpoint, model, optimizer, scaler, clipper)
 
-    checkpoints = Checkpoints(args.checkpoint, model, optimizer, scaler, clipper) if args.checkpoint else None
     first = 1 + (checkpoints.resume() if checkpoints else 0)
     begins = f"{'resumes' if first > 1 else 'starts'} at step {first} of {args.steps}"
     ranks = f"{place.world_size} x {place.device.type}"
@@ -55,7 +69,7 @@ def train(args: argparse.Namespace, place: Place) -> list[float]:
             with synchronising(model, last=micro == args.accumulate - 1):
                 with computing(args.wrap, args.precision, place):
                     part = loss_of(model, tokens.to(place.device)) * weight / args.accumulate
-                (scaler.scale(part) if scaler else part).backward()
+                backward(scaler.scale(part) if scaler else part)
             loss += part.detach()
 
         # distclip, 2 of 2: once per step, after the last backward. Instead of scaler.unscale_, clip_grad_norm_,
@@ -70,6 +84,11 @@ def train(args: argparse.Namespace, place: Place) -> list[float]:
     seconds = time.monotonic() - began
     say(place, f"done: {len(losses)} steps in {seconds:.1f} s")
     return [float(loss) for loss in losses]
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW with the betas that language models are trained with."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
 
 
 def line_of(step: int, loss: Tensor, report: distclip.StepReport) -> str:
