@@ -27,6 +27,7 @@ HEADER_BYTES = 8 * (4 + 2 + 1)
 def simulate(layout: str, ranks: int) -> Tensor:
     """All ranks' rows, int64 [ranks, classes * 4]."""
     rows = []
+    classes: list[tuple[str, tuple[int, ...], int]]
     for rank in range(ranks):
         if layout == "DDP":
             classes = [("plain", (), 1)]

@@ -42,9 +42,10 @@ from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
 from distclip.policy import Decision, decide_fixed
 from distclip.report import GroupReport, StepReport
-from distclip.reporter import Outcome, Reporter, process_sink
+from distclip.reporter import Outcome, Reporter
 from distclip.survey import Survey, survey
 from distclip.telemetry.record import Culprit, Sink
+from distclip.telemetry.sinks import auto_sink
 
 
 class GradientClipper:
@@ -142,7 +143,7 @@ class GradientClipper:
         }
         self.plan: Plan = self._make_plan(problem)
         """Who holds what; made anew, by all ranks together, when parameters change."""
-        sink = process_sink() if isinstance(telemetry, str) else telemetry
+        sink = auto_sink() if isinstance(telemetry, str) else telemetry
         self._reporter = Reporter(sink, "fixed", self._nonfinite, self._norm_type, bool(self._optimizers))
         self._link = None if self._scaler is None else amp.ScalerLink(self._scaler, self._optimizers)
         self._reporter.open(self.plan)

@@ -30,8 +30,9 @@ from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of, walk
 from distclip.policy import decide_fixed
 from distclip.report import GroupReport, StepReport
-from distclip.reporter import Outcome, Reporter, process_sink
+from distclip.reporter import Outcome, Reporter
 from distclip.survey import survey
+from distclip.telemetry.sinks import auto_sink
 
 _KEPT_PLANS = 16
 """Plans kept per process group; an older one is made again when it is needed."""
@@ -245,7 +246,7 @@ def _call(
         _no_gradients=not found.any_gradient,
     )
     if calls.reporter is None:
-        calls.reporter = Reporter(process_sink(), "fixed", "propagate", p, has_optimizer=False)
+        calls.reporter = Reporter(auto_sink(), "fixed", "propagate", p, has_optimizer=False)
     calls.reporter.record(found, Outcome(report, limit, 1.0, culprits, None, None, time.perf_counter() - started))
     if error_if_nonfinite and decision.nonfinite:
         raise NonfiniteGradientError(

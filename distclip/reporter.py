@@ -1,7 +1,7 @@
 """From a step on the device to telemetry: the one place where the clipper's numbers become a `StepRecord`.
 
-One sink per process, made on first use from the environment (`DISTCLIP_SPOOL`, `DISTCLIP_EVENTS`,
-`DISTCLIP_STEP_LOG`); with none of these set there is no telemetry and no cost.
+The sink comes from the environment (`DISTCLIP_SPOOL`, `DISTCLIP_EVENTS`, `DISTCLIP_STEP_LOG`); with none of these set
+there is no telemetry and no cost. Every clipper has one of its own; they share the process's file and logs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ Phase = Literal["training", "evaluation", "checkpoint", "other"]
 _phases: list[Phase] = ["training"]
 
 
-@functools.cache
-def process_sink() -> Sink | None:
-    """The sink that the environment asks for, one per process."""
-    return auto_sink()
+_shared_sink = functools.cache(auto_sink)
+"""The sink of what concerns the whole process and no clipper in particular."""
 
 
 @contextlib.contextmanager
@@ -45,7 +43,7 @@ def phase(name: Phase) -> Iterator[None]:
     """
     if name not in get_args(Phase):
         raise ConfigError(f"phase must be one of {', '.join(map(repr, get_args(Phase)))}, not {name!r}")
-    sink = process_sink()
+    sink = _shared_sink()
     outer = _phases[-1]
     _phases.append(name)
     try:

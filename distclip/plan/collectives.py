@@ -6,6 +6,7 @@ Every function here is reached by all ranks of the group alike. Without a proces
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,9 @@ from distclip.errors import AgreementError
 
 ARRIVAL_SECONDS = 300.0
 """How long a rank waits for the others to come to a plan before it names those that did not."""
+
+SETTLING_SECONDS = 0.3
+"""What the threads of a process group get to finish a collective before an error is raised."""
 
 _arrivals: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How often this process came to a plan of a group; all its ranks have come as often."""
@@ -156,6 +160,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
+    # An error that follows often ends in destroy_process_group at once. torch 2.13 can then wait for ever: the group is
+    # destroyed with the GIL held, while a thread of gloo needs the GIL to let go of the tensors of the last collective.
+    time.sleep(SETTLING_SECONDS)
     return values
 
 
