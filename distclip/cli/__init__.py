@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import distclip
 from distclip.errors import DistclipError
 
-_COMMANDS = ("distclip.cli.demo", "distclip.cli.check", "distclip.cli.files")
+_COMMANDS = ("distclip.cli.demo", "distclip.cli.check", "distclip.cli.sidecar", "distclip.cli.files")
 """Modules that add subcommands, in the order of the help page. They import nothing heavy before they run."""
 
 _EXIT_ERROR = 2
