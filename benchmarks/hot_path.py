@@ -8,9 +8,11 @@ Prints a line for every set of gradients, precision and layout, with and without
     speed-up   time of the other call / time of distclip
 
 both from the shortest and from the median round. "torch" is `torch.nn.utils.clip_grad_norm_`, for FSDP1 its own method,
-and with a GradScaler `unscale_` and `clip_grad_norm_`. One process uses all cores, each of two ranks (gloo) its share.
-At the end the figures that distclip aims at, and whether this run met them. Ratios are of one run, interleaved; they
-still vary by some 15 % on a quiet machine and more on a busy one.
+and with a GradScaler `unscale_` and `clip_grad_norm_`. One process uses all cores, each of two ranks (gloo) its share,
+unless OMP_NUM_THREADS is set. At the end the figures that distclip aims at, and whether this run met them.
+
+Ratios are of one run, interleaved; they still vary by some 15 % on a quiet machine. On one where other programs want
+the same cores, threads of one call wait for each other and no ratio means anything: set OMP_NUM_THREADS=1 there.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def cases() -> Iterator[Case]:
 
 def on_rank(rank: int, world: int, store: str, chosen: list[Case], shrink: int, rounds: int, results: Any) -> None:
     """What each started process does: all cases of one layout; rank 0 sends what was found."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // world)))
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if chosen[0].layout == "dtensor":

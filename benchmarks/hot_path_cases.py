@@ -29,10 +29,11 @@ Shapes = list[tuple[int, ...]]
 def shapes_of(name: str, shrink: int) -> Shapes:
     """The gradients of a set; `shrink` makes it that much smaller."""
     if name == "GPT-2":
-        block: Shapes = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,)]
-        block += [(3072, 768), (3072,), (768, 3072), (768,)]
-        layers = max(1, 12 // shrink)
-        return [(50257 // shrink, 768), (1024, 768), *block * layers, (768,), (768,)]
+        width, layers = 768 // max(1, shrink // 12), max(1, 12 // shrink)
+        vector, wide = (width,), (4 * width,)
+        attention: Shapes = [vector, vector, (3 * width, width), (3 * width,), (width, width), vector]
+        block = [*attention, vector, vector, (4 * width, width), wide, (width, 4 * width), vector]
+        return [(50257 // shrink, width), (1024, width), *block * layers, vector, vector]
     count, shape = {"10 x 10M": (10, (10_000_000 // shrink,)), "3000 x 33k": (3000 // shrink, (129, 256))}.get(
         name, (3000 // shrink, (8, 8))
     )
