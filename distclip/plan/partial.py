@@ -103,7 +103,8 @@ def reduce_partials(reductions: Sequence[Reduction], local: Sequence[Tensor | No
             # over the ranks of one mesh axis, each with one addend
             dist.all_reduce(scratch, group=group.get())
             if divisor != 1.0:
-                scratch /= divisor
+                # by real parts, because an infinite complex number over a real one is torch's inf + nan j
+                (torch.view_as_real(scratch) if scratch.is_complex() else scratch).div_(divisor)
         # Every rank of the mesh holds the sum, also one whose own addend was missing.
         result.update(zip(reduction.entries, parts, strict=True))
     return result
