@@ -83,3 +83,15 @@ def test_addends_that_are_sharded_on_another_axis(ranks: Any, way: str) -> None:
     for norms, after in ranks(_sharded_addends, 4, way):
         assert norms == pytest.approx([11.0, 7.0, 6.0], rel=1e-6)
         assert after == pytest.approx([0.2, 0.3, 0.6], rel=1e-6)
+
+
+def _infinite_average() -> float:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(1).to(torch.complex64), mesh, [Replicate()]))
+    addend = torch.tensor([float("inf")], dtype=torch.complex64)
+    parameter.grad = DTensor.from_local(addend, mesh, [Partial("avg")])
+    return distclip.get_total_norm([parameter]).item()
+
+
+def test_an_infinite_complex_average_is_no_nan(ranks: Any) -> None:
+    assert ranks(_infinite_average, 2) == [float("inf")] * 2
