@@ -295,3 +295,9 @@ def test_a_parameter_that_is_added_to_model_and_optimizer_counts() -> None:
     model[1].weight.grad = torch.tensor([[4.0]])
     optimizer.add_param_group({"params": model[1].parameters()})
     assert clipper.step().total_norm.item() == 5.0
+
+
+def test_a_deepspeed_engine_is_for_the_clipper() -> None:
+    kind = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(distclip.ConfigError, match=r"use GradientClipper\(engine\)"):
+        distclip.clip_grad_norm_(kind(), 1.0)

@@ -33,6 +33,8 @@ def content_of(tensor: Tensor) -> int:
     if values.is_sparse or values.is_quantized:
         return 0
     flat = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).contiguous().view(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)  # one element, expanded: contiguous with any stride
     flat = flat.view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()  # words must begin at the tensor's first byte, wherever it lies in its storage

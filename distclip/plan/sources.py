@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distclip.errors import ConfigError, LayoutError
+from distclip.integrations import is_deepspeed_engine
 from distclip.plan.fsdp1 import is_flattened
 
 Source = nn.Module | Iterable[nn.Module] | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Tensor
@@ -43,7 +44,13 @@ def items_of(source: Any) -> list[Any]:
 
     Raises:
         TypeError: `source` is neither a module, a tensor nor something to iterate over.
+        ConfigError: it is a DeepSpeed engine.
     """
+    if is_deepspeed_engine(source):
+        raise ConfigError(
+            "a DeepSpeed engine keeps its gradients in partitions of its own: use GradientClipper(engine), whose step() "
+            "measures them and calls engine.step()"
+        )
     if isinstance(source, (nn.Module, Tensor)):
         return [source]
     try:

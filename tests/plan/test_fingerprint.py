@@ -26,6 +26,9 @@ def test_layout_in_memory_does_not_count() -> None:
     values = torch.randn(6, 5)
     assert content_of(values.t()) == content_of(values.t().contiguous())
     assert content_of(values[:, 1:4]) == content_of(values[:, 1:4].clone())
+    one = torch.tensor([2.5])
+    assert content_of(one.expand(1)) == content_of(one[0].expand(1)) == content_of(one)
+    assert content_of(one[0].expand(3)) == content_of(torch.full((3,), 2.5))
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta"), torch.empty(2, 0)])
