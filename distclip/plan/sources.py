@@ -48,8 +48,8 @@ def items_of(source: Any) -> list[Any]:
     """
     if is_deepspeed_engine(source):
         raise ConfigError(
-            "a DeepSpeed engine keeps its gradients in partitions of its own: use GradientClipper(engine), whose step() "
-            "measures them and calls engine.step()"
+            "a DeepSpeed engine keeps its gradients in partitions of its own: use GradientClipper(engine), whose "
+            "step() measures them and calls engine.step()"
         )
     if isinstance(source, (nn.Module, Tensor)):
         return [source]
