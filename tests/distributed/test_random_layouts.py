@@ -1,7 +1,7 @@
 """Random meshes, placements, dtypes, missing and bad gradients and norms: every rank's result against the oracle.
 
 An example is a few `Case`s, run in one job by `_run`. What hypothesis prints is the whole of it: put it into a call of
-`check(ranks, [Case(...)])` to see it again.
+`check(ranks, [Case(...)])`, after `from math import inf, nan`, to see it again.
 
 The oracle knows nothing of distclip. `Identity` says from the case alone which elements lie on a rank; ranks return
 their local gradients before and after clipping; what has the same identity must be equal on all ranks, what has another
