@@ -9,22 +9,17 @@ by 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from distclip.measure.ranges import RangeCache
-from distclip.measure.values import blocks, is_plain, writable
-
-_device, _dtype = attrgetter("device"), attrgetter("dtype")
+from distclip.measure.ranges import RangeCache, layouts
+from distclip.measure.values import blocks, writable
 
 _SMALLEST = 2.0**-100
 _STEP = 2.0**-64  # a power of two: multiplying by it is exact
 _BLOCK = 1 << 18
-_SMALL = 1 << 16
-_AMP_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 @torch.no_grad()
@@ -60,13 +55,13 @@ def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeC
         factor = float(factor)
     if factor == 1.0:
         return
-    by_kind = _by_kind(_targets(gradients, cache))
+    groups = _groups(gradients, cache)
     for part in _split(factor):
-        for (device, dtype), same in by_kind.items():
-            if device.type == "cpu":
-                _scale_on_cpu(same, dtype, part)
+        for dtype, short, targets in groups:
+            if targets[0].device.type != "cpu":
+                torch._foreach_mul_(targets, part)
             else:
-                torch._foreach_mul_(same, part)
+                _scale_on_cpu(targets, dtype, short, part)
 
 
 @torch.no_grad()
@@ -104,26 +99,19 @@ def clamp_(gradients: Sequence[Tensor], bound: float) -> None:
         writable(gradient).clamp_(-bound, bound)
 
 
-def _targets(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[Tensor]:
-    """What to multiply: every number of every gradient once, in as few tensors as is cheap to find out."""
-    if cache is None:
-        return [gradient if is_plain(gradient) else writable(gradient) for gradient in gradients if gradient.numel()]
+def _groups(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[tuple[torch.dtype, bool, list[Tensor]]]:
+    """What to multiply, every number of every gradient once: (dtype, whether all are short, tensors of one device)."""
     strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
     targets = [writable(gradient) for gradient in gradients if gradient.layout is not torch.strided]
-    for layout in cache.layouts(strided):
-        targets += layout.targets(strided)
+    groups: list[tuple[torch.dtype, bool, list[Tensor]]] = []
+    for layout in layouts(strided) if cache is None else cache.layouts(strided):
+        groups += [(group.dtype, group.short, group.tensors(strided)) for group in layout.groups]
         targets += [writable(strided[index]) for index in layout.others]
-    return targets
-
-
-def _by_kind(targets: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    kinds = {*map(_device, targets)}, {*map(_dtype, targets)}
-    if len(kinds[0]) == len(kinds[1]) == 1:  # nearly always, and three times faster than sorting thousands of tensors
-        return {(kinds[0].pop(), kinds[1].pop()): targets}
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for target in targets:
-        by_kind.setdefault((target.device, target.dtype), []).append(target)
-    return by_kind
+        if target.numel():
+            kinds.setdefault((target.device, target.dtype), []).append(target)
+    return groups + [(dtype, False, same) for (_, dtype), same in kinds.items()]
 
 
 def _split(factor: float) -> list[float]:
@@ -135,27 +123,20 @@ def _split(factor: float) -> list[float]:
     return [*factors, factor]
 
 
-def _scale_on_cpu(targets: list[Tensor], dtype: torch.dtype, factor: float) -> None:
+def _scale_on_cpu(targets: list[Tensor], dtype: torch.dtype, short: bool, factor: float) -> None:
     """Multiply tensors of one dtype.
 
     The factor goes in as a 0-d tensor: with a Python number the CPU takes four times as long for thousands of small
-    gradients, and a 0-d tensor does not change a gradient's dtype. For those of at most `_SMALL` elements the kernel
-    that undoes a loss scale is faster still (five times for half precision, whose product converts the factor anew).
+    gradients, and a 0-d tensor does not change a gradient's dtype. For short ones the kernel that undoes a loss scale
+    is faster still (five times for half precision, whose product converts the factor anew each time).
     """
     wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
     value = torch.tensor(factor, dtype=wide, device="cpu")
-    small: list[Tensor] = []
-    if dtype in _AMP_DTYPES:
-        small = [target for target in targets if target.numel() <= _SMALL]
-        if len(small) < len(targets):
-            targets = [target for target in targets if target.numel() > _SMALL]
-        else:
-            targets = []
-    if small:
+    if short and wide is torch.float32:
         ignored = torch.zeros((), dtype=torch.float32, device="cpu")
-        torch._amp_foreach_non_finite_check_and_unscale_(small, ignored, value)
-        increment_version(small)  # which that kernel leaves out: a double backward must notice the change
-    if targets:
+        torch._amp_foreach_non_finite_check_and_unscale_(targets, ignored, value)
+        increment_version(targets)  # which that kernel leaves out: a double backward must notice the change
+    else:
         torch._foreach_mul_(targets, value)
 
 

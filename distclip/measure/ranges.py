@@ -34,6 +34,9 @@ PACK = 1 << 19
 ROW = 256
 """Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
 
+SHORT = 1 << 16
+"""Elements up to which another kernel scales a range faster: see `distclip.apply`."""
+
 LONGEST = 1 << 24
 """Elements per call for long ranges: short enough that measuring one part again is bearable."""
 
@@ -65,6 +68,16 @@ class Span(NamedTuple):
         return gradient if self.tensors == 1 else gradient.as_strided((self.numel,), (1,))
 
 
+_Picker = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+def _picker(indices: Sequence[int]) -> _Picker:
+    """A function that takes these gradients out of a list, at the speed of C."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda gradients: tuple(gradients[index] for index in indices)
+
+
 class Pack(NamedTuple):
     """Small ranges of one dtype, at most `PACK` elements together."""
 
@@ -72,7 +85,7 @@ class Pack(NamedTuple):
     numel: int
     rows: tuple[int, ...] | None
     """What follows the first dimension, where all are whole gradients that agree in it and can be joined as is."""
-    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    pick: _Picker
 
     def join(self, gradients: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
         """Copy all into the one-dimensional `out`, which has `numel` elements. Returns the tensors that were copied."""
@@ -83,6 +96,20 @@ class Pack(NamedTuple):
     def tensors(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The ranges: as they are if they can be joined so, else as one-dimensional views."""
         return tuple(span.view(gradients) for span in self.spans) if self.rows is None else self.pick(gradients)
+
+
+class Group(NamedTuple):
+    """Ranges of one dtype that are written by one call."""
+
+    dtype: torch.dtype
+    short: bool
+    """Whether none has more than `SHORT` elements; else all have."""
+    pick: _Picker
+    merged: list[Span]
+
+    def tensors(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The ranges as contiguous tensors of any shape."""
+        return [*self.pick(gradients), *(span.view(gradients) for span in self.merged)]
 
 
 class Matrix(NamedTuple):
@@ -105,6 +132,8 @@ class Layout:
     long: list[Span] = field(default_factory=list)
     """Long ranges that need more thought."""
     packs: list[Pack] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    """All these ranges once more, as they are written."""
     others: list[int] = field(default_factory=list)
     """Gradients that are not contiguous, not real or lazily negated: looked at one by one."""
     merged: list[tuple[int, int]] = field(default_factory=list)
@@ -120,13 +149,15 @@ class Layout:
 
     def targets(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """All ranges, long and small, as contiguous tensors of any shape."""
-        found = [span.target(gradients) for span in self.spans()]
-        for pack in self.packs:
-            found += pack.tensors(gradients)
-        return found
+        return [tensor for group in self.groups for tensor in group.tensors(gradients)]
 
     def add(self, spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> None:
         """Take up ranges of one dtype."""
+        for short in (True, False):
+            alike = [span for span in spans if (span.numel <= SHORT) is short]
+            if alike:
+                whole = [span.first for span in alike if span.tensors == 1]
+                self.groups.append(Group(dtype, short, _picker(whole), [span for span in alike if span.tensors > 1]))
         self.narrow |= dtype is not torch.float64
         self.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
         small: list[Span] = []
@@ -269,6 +300,4 @@ def _pack(spans: list[Span], shapes: Sequence[torch.Size]) -> list[Pack]:
 
 
 def _one_pack(spans: list[Span], numel: int, rows: tuple[int, ...] | None) -> Pack:
-    if len(spans) == 1:
-        rows = None
-    return Pack(spans, numel, rows, itemgetter(*(span.first for span in spans)))
+    return Pack(spans, numel, rows, _picker([span.first for span in spans]))

@@ -22,16 +22,6 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
-def is_plain(gradient: Tensor) -> bool:
-    """Whether the gradient is contiguous memory of real numbers, as nearly all are."""
-    return (
-        gradient.layout is torch.strided
-        and gradient.is_contiguous()
-        and gradient.dtype in REAL
-        and not gradient.is_neg()
-    )
-
-
 def readable(gradient: Tensor) -> tuple[Tensor, int]:
     """The numbers of one gradient, for reading.
 
