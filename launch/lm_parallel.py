@@ -80,7 +80,7 @@ def wrap(
         return model
     if not dist.is_initialized():
         raise SystemExit(
-            f"train_lm: --wrap {kind} needs ranks: start with torchrun --nproc-per-node 2 {os.path.basename(__file__)}"
+            f"train_lm: --wrap {kind} needs ranks: start with torchrun --nproc-per-node 2 train_lm.py --wrap {kind}"
         )
     dtype = DTYPES[precision]
     if kind == "ddp":

@@ -114,5 +114,6 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytes
 
 
 def test_a_wrapper_without_ranks_says_how_to_get_them() -> None:
-    with pytest.raises(SystemExit, match="--wrap fsdp2 needs ranks: start with torchrun"):
+    wanted = r"needs ranks: start with torchrun --nproc-per-node 2 train_lm\.py --wrap fsdp2"
+    with pytest.raises(SystemExit, match=wanted):
         train_lm.main([*SMALL, "--steps", "1", "--wrap", "fsdp2"])
