@@ -91,7 +91,7 @@ def test_the_cache_is_used_while_nothing_moves_and_holds_no_gradient() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("change", ["moved", "shape", "dtype", "strides", "fewer", "more"])
+@pytest.mark.parametrize("change", ["moved", "shape", "reshaped", "dtype", "strides", "fewer", "more"])
 def test_the_cache_notices(change: str) -> None:
     cache = RangeCache()
     buffer = torch.ones(24)
@@ -101,6 +101,7 @@ def test_the_cache_notices(change: str) -> None:
     changed = {
         "moved": [torch.full((3, 4), 2.0), torch.full((12,), 2.0)],
         "shape": [buffer[:4], buffer[12:]],
+        "reshaped": [buffer[:12].view(2, 6), buffer[12:].view(6, 2)],
         "dtype": [buffer[:12].view(torch.int32).view(torch.float32).view(torch.float64), buffer[12:]],
         "strides": [buffer[:24:2].view(3, 4), buffer[12:]],
         "fewer": [buffer[:12]],
