@@ -91,5 +91,5 @@ def check_telemetry(telemetry: Any) -> None:
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}") from None

@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from distclip.arguments import (
     check_telemetry,
 )
 from distclip.culprits import describe, find_culprits
-from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
+from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError, for_all_ranks
 from distclip.fold import folded
 from distclip.integrations import is_deepspeed_engine
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
@@ -131,8 +131,8 @@ class GradientClipper:
             self._items = items_of(source)
             if self._scaler is not None:
                 check_coverage(tensors_of(self._items), self._optimizers)
-        except (DistclipError, TypeError) as error:
-            problem = error
+        except Exception as error:  # other ranks are waiting, whatever it is
+            problem = for_all_ranks(error)
         self._arguments = {
             "max_norm": repr(max_norm),
             "norm_type": repr(norm_type),
@@ -210,6 +210,12 @@ class GradientClipper:
         """Take up a state that was saved on any number of ranks."""
         self._steps, self._skips = int(state["steps"]), int(state["consecutive_skips"])
 
+    def __reduce__(self) -> NoReturn:
+        """A copy would step the copied optimizer by the gradients of the model that was not copied."""
+        raise TypeError(
+            "a GradientClipper cannot be copied or pickled: build one for each model; what to save is its state_dict()"
+        )
+
     @torch.no_grad()
     def _run(self, grad_multiplier: float, *, step: bool, loss: float | Tensor | None) -> StepReport:
         started = time.perf_counter()
@@ -252,7 +258,11 @@ class GradientClipper:
             group=self._group.get(),
             device=self.plan.device,
             norm_type=self._norm_type,
-            arguments={**self._arguments, "grad_multiplier": repr(grad_multiplier)},
+            arguments={
+                **self._arguments,
+                "grad_multiplier": repr(grad_multiplier),
+                "consecutive_skips (of load_state_dict)": str(self._skips),
+            },
             scale=scale,
             problem=problem,
             # parameters that were added to the model are seen when an optimizer gets them

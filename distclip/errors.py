@@ -15,6 +15,15 @@ class ConfigError(DistclipError, ValueError):
     """An argument, flag, environment variable or file is wrong; the text names it and says what to do."""
 
 
+def for_all_ranks(error: Exception) -> Exception:
+    """`error` as one that every rank can raise: what a user's function raised may be of a class that others lack."""
+    if isinstance(error, (DistclipError, TypeError)):
+        return error
+    told = ConfigError(f"{type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
+
+
 class LayoutError(DistclipError, RuntimeError):
     """It is not clear who holds which gradient, so no norm would be right; the text names the parameter or rank."""
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from distclip.apply import clamp_, scale_
 from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
-from distclip.errors import DistclipError, LayoutError, NonfiniteGradientError
+from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
 from distclip.plan.dtensor import local_of
@@ -196,8 +196,8 @@ def _call(
         items = items_of(source)
         tensors = tensors_of(items)
         key = (tuple(map(id, tensors)), repr(declaration))
-    except (DistclipError, TypeError) as error:
-        problem = error
+    except Exception as error:  # other ranks are waiting, whatever it is
+        problem = for_all_ranks(error)
 
     def make_plan(trouble: Exception | None) -> Plan:
         plan = build_plan(items, group, declaration=declaration, problem=trouble)

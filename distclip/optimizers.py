@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def as_optimizers(optimizer: Optimizers | None) -> tuple[torch.optim.Optimizer, 
     """
     if optimizer is None:
         return ()
-    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    optimizers = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, not {type(each).__name__}")

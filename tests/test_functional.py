@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -102,11 +104,16 @@ def test_bad_norm_type(norm_type: float) -> None:
         ),
         ({"max_norm": "big"}, TypeError, "max_norm must be a number"),
         ({"max_consecutive_skips": -1}, distclip.ConfigError, "max_consecutive_skips must be a whole number"),
+        ({"max_norm": 10**400}, TypeError, "max_norm must be a number"),
         ({"optimizer": "sgd"}, TypeError, r"optimizer must be a torch\.optim\.Optimizer"),
+        ({"optimizer": 1.0}, TypeError, r"optimizer must be a torch\.optim\.Optimizer or several, not float"),
         ({"scaler": object()}, distclip.ConfigError, r"scaler must be a torch\.amp\.GradScaler"),
         ({"scaler": torch.amp.GradScaler("cpu")}, distclip.ConfigError, "scaler= needs the optimizer"),
         ({"telemetry": "prometheus"}, distclip.ConfigError, "telemetry must be 'auto', None or a Sink"),
         ({"owned": "experts.*"}, TypeError, "take a list of patterns"),
+        ({"tied": [("a", 5)]}, TypeError, "take patterns or names, not int"),
+        ({"pipeline_group": "stages"}, TypeError, "pipeline_group= or owned= takes a torch.distributed process group"),
+        ({"group": "ranks"}, TypeError, "group= takes a torch.distributed process group, not str"),
     ],
 )
 def test_bad_clipper_arguments(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
@@ -218,6 +225,13 @@ def test_state_survives() -> None:
     other.load_state_dict(clipper.state_dict())
     assert other.clip_().step == 2
     assert other.state_dict() == {"steps": 2, "consecutive_skips": 2}
+
+
+def test_a_clipper_is_not_copied() -> None:
+    clipper = distclip.GradientClipper(nn.Linear(1, 1))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="build one for each model"):
+            copied(clipper)
 
 
 def test_max_norm_none_only_measures() -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from distclip.errors import DistclipError, LayoutError
+from distclip.errors import LayoutError, for_all_ranks
 from distclip.plan import ddp, groups
-from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
+from distclip.plan.collectives import GroupReference, check_group, packet_device, wait_for_all
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
@@ -47,6 +47,12 @@ class Declaration:
         """Raise TypeError for arguments of the wrong kind."""
         if isinstance(self.owned, str) or isinstance(self.tied, str):
             raise TypeError("owned= and tied= take a list of patterns or names, not a string: write ['experts.*']")
+        words = [*self.owned, *(name for item in self.tied for name in ((item,) if isinstance(item, str) else item))]
+        for word in words:
+            if not isinstance(word, str):
+                raise TypeError(f"owned= and tied= take patterns or names, not {type(word).__name__}")
+        for group in [self.pipeline_group, *(self.owned.values() if isinstance(self.owned, dict) else ())]:
+            check_group("pipeline_group= or owned=", group)
 
 
 def build_plan(
@@ -76,8 +82,8 @@ def build_plan(
             declaration.problem()
             found = walk(items)
             keys = groups.assign(declaration.param_groups, [item.name for item in found])
-        except (DistclipError, TypeError) as error:
-            problem = error
+        except Exception as error:  # also what a function for param_groups raises: other ranks are waiting
+            problem = for_all_ranks(error)
     parameters = [item.parameter for item in found]
     placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
     other_placements = introduce(problem, arguments or {}, len(found), any(map(placements_differ, parameters)), group)

@@ -44,10 +44,24 @@ def packet_device(group: dist.ProcessGroup | None, tensors: Sequence[Tensor] = (
 def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """`group`, else the world of an initialised `torch.distributed`, else None for a single process."""
     if group is not None:
+        given: Any = group
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError("this rank is not in group=: call on the ranks of the group only")
+        check_group("group=", group)
         return group
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return None
+
+
+def check_group(argument: str, group: Any) -> None:
+    """TypeError for what is not a process group; None and what `new_group` gives to other ranks pass."""
+    absent = group is None or group is dist.GroupMember.NON_GROUP_MEMBER
+    if not absent and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} takes a torch.distributed process group, not {type(group).__name__}; of a DeviceMesh take "
+            "mesh.get_group()"
+        )
 
 
 class GroupReference:

@@ -49,6 +49,11 @@ def _one_rank_is_wrong(what: str) -> None:
         distclip.GradientClipper([parameter], nonfinite="no" if wrong else "skip")  # type: ignore[arg-type]
     elif what == "multiplier":
         distclip.GradientClipper([parameter]).clip_(-1.0 if wrong else 1.0)
+    elif what == "owned":
+        distclip.GradientClipper([parameter], owned=5 if wrong else ())  # type: ignore[arg-type]
+    elif what == "function":
+        names = {} if wrong else {"parameter[0]": "all"}
+        distclip.GradientClipper([parameter], param_groups=lambda name: names[name])
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,40 @@ def _one_rank_is_wrong(what: str) -> None:
         ("source", TypeError, "source must be a module"),
         ("clipper", distclip.ConfigError, "nonfinite must be one of"),
         ("multiplier", distclip.ConfigError, "grad_multiplier must be finite"),
+        ("owned", TypeError, "Value after * must be an iterable"),
+        ("function", distclip.ConfigError, "KeyError: 'parameter[0]'"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_by_all(ranks: Any, what: str, kind: type[Exception], text: str) -> None:
     said = _fails_alike(ranks, kind, _one_rank_is_wrong, 2, what)
     assert said.startswith(text)
     assert said.endswith("(on rank 1 of 2)")
+
+
+def _loaded_on_one_rank_only() -> None:
+    clipper = distclip.GradientClipper([_parameter(torch.ones(2))])
+    if dist.get_rank() == 0:
+        clipper.load_state_dict({"steps": 7, "consecutive_skips": 3})
+    clipper.clip_()
+
+
+def test_a_state_that_was_loaded_on_one_rank_only_is_an_error(ranks: Any) -> None:
+    said = _fails_alike(ranks, distclip.AgreementError, _loaded_on_one_rank_only, 2)
+    assert "load_state_dict" in said
+    assert "3 on rank 0, 0 on rank 1" in said
+
+
+def _called_outside_its_group() -> float:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(TypeError, match="this rank is not in group="):
+            distclip.get_total_norm([_parameter(torch.ones(1))], group=group)
+        return 1.0
+    return distclip.get_total_norm([_parameter(torch.ones(1))], group=group).item()
+
+
+def test_a_rank_outside_the_group_is_told(ranks: Any) -> None:
+    assert ranks(_called_outside_its_group, 2) == [1.0, 1.0]
 
 
 def _arguments_differ(call: str) -> None:
