@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all times there")
     parser.add_argument("--check", action="store_true", help="exit with 1 where an aim is not met")
     options = parser.parse_args()
-    shrink, rounds = (10, 5) if options.quick else (1, 12)
+    shrink, rounds = (10, 5) if options.quick else (1, 10)
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table("layout", "ranks", "gradients", "precision", "clips", title="min / median of each", box=None)
     for column in ("distclip ms", "x-limit", "speed-up"):

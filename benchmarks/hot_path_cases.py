@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Bench:
 
 def run(case: Case, shrink: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round for the read and every call; the same on all ranks."""
-    bench = _BENCHES[case.layout](shapes_of(case.name, shrink), DTYPES[case.dtype])
+    bench = _make(case.layout, case.name, case.dtype, shrink)
     flat = torch.ones(sum(gradient.numel() for gradient in bench.gradients), dtype=DTYPES[case.dtype])
     limit = bench.norm * (0.9 if case.clips else 1e6)
     undo = bench.scale * (1 / 0.9 if case.clips else 1.0)
@@ -130,8 +131,15 @@ def collectives(count: int) -> int:
     return sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:"))
 
 
+@lru_cache(maxsize=1)
+def _make(layout: str, name: str, dtype: str, shrink: int) -> Bench:
+    return _BENCHES[layout](shapes_of(name, shrink), DTYPES[dtype])
+
+
 def _gradient(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    numel = torch.Size(shape).numel()
+    values = torch.randn(min(numel, 1 << 16), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values.repeat(-(-numel // max(1, len(values))))[:numel].reshape(shape).clone()
 
 
 def _plain_parameters(shapes: Shapes, dtype: torch.dtype) -> list[nn.Parameter]:
