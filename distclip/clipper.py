@@ -37,6 +37,7 @@ from distclip.integrations import is_deepspeed_engine
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import GroupReference, resolve
+from distclip.plan.gradients import Gradients
 from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
@@ -129,8 +130,7 @@ class GradientClipper:
             self._fold = check_fold(fold, self._optimizers)
             check_telemetry(telemetry)
             self._items = items_of(source)
-            if self._scaler is not None:
-                check_coverage(tensors_of(self._items), self._optimizers)
+            check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
         except Exception as error:  # other ranks are waiting, whatever it is
             problem = for_all_ranks(error)
         self._arguments = {
@@ -265,8 +265,7 @@ class GradientClipper:
             },
             scale=scale,
             problem=problem,
-            # parameters that were added to the model are seen when an optimizer gets them
-            outdated=self._count_optimized() != self._optimized,
+            outdated=self._is_outdated,
         )
         self.plan = found.plan
         if isinstance(scale, Tensor):
@@ -380,6 +379,18 @@ class GradientClipper:
 
     def _count_optimized(self) -> int:
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _is_outdated(self, gradients: Gradients) -> bool:
+        """Whether parameters were added, removed or wrapped since the plan, as far as that can be seen cheaply.
+
+        New ones are seen when an optimizer gets them; others when a gradient that should be there is missing.
+        """
+        if self._count_optimized() != self._optimized:
+            return True
+        if gradients.missing <= len(self.plan.frozen):
+            return False
+        now = set(map(id, tensors_of(self._items)))
+        return now != set(map(id, self.plan.parameters))
 
     def _make_plan(self, problem: Exception | None) -> Plan:
         self._optimized = self._count_optimized()

@@ -31,7 +31,7 @@ from distclip.plan.sources import Source, items_of, tensors_of, walk
 from distclip.policy import decide_fixed
 from distclip.report import GroupReport, StepReport
 from distclip.reporter import Outcome, Reporter
-from distclip.survey import survey
+from distclip.survey import Survey, survey
 from distclip.telemetry.sinks import auto_sink
 
 _KEPT_PLANS = 16
@@ -39,16 +39,44 @@ _KEPT_PLANS = 16
 
 
 class _Calls:
-    """What is remembered between function calls over one process group."""
+    """What is remembered between function calls over one process group.
+
+    Plans are found by the identities of the parameters, and hold the parameters only while a call runs: neither does a
+    plan keep a model alive, nor is there a weak reference that would keep `Module.to()` from swapping DTensors.
+    """
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[object, tuple[int, Plan]] = OrderedDict()
-        """Key -> (number, plan). Plans are made by all ranks together, so numbers mean the same on all of them."""
+        self.plans: OrderedDict[object, tuple[int, Plan, tuple[int, ...]]] = OrderedDict()
+        """Key -> (number, plan, which tensor of the source each entry is). Plans are made by all ranks together, so
+        numbers mean the same on all of them."""
         self.made = 0
         self.reduces = False
         """Whether any plan so far had gradients that are reduced over mesh axes before they are measured."""
         self.reporter: Reporter | None = None
         self.steps = 0
+
+    def keep(self, key: object, plan: Plan, tensors: Sequence[Tensor]) -> None:
+        """Remember a plan that was just made."""
+        place = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self.made += 1
+        self.plans[key] = self.made, plan, tuple(place[id(parameter)] for parameter in plan.parameters)
+        self.reduces = self.reduces or plan.other_placements
+        while len(self.plans) > _KEPT_PLANS:
+            self.plans.popitem(last=False)
+
+    def find(self, key: object, tensors: Sequence[Tensor]) -> tuple[int, Plan | None]:
+        """The number of a plan and the plan, with its parameters; (0, None) if there is none."""
+        if key not in self.plans:
+            return 0, None
+        self.plans.move_to_end(key)
+        number, plan, places = self.plans[key]
+        plan.parameters = tuple(tensors[place] for place in places)
+        return number, plan
+
+    def release(self) -> None:
+        """Let go of parameters and gradients after a call."""
+        for _, plan, _ in self.plans.values():
+            plan.parameters = ()
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
@@ -201,38 +229,46 @@ def _call(
 
     def make_plan(trouble: Exception | None) -> Plan:
         plan = build_plan(items, group, declaration=declaration, problem=trouble)
-        calls.made += 1
-        calls.plans[key] = calls.made, plan
-        calls.reduces = calls.reduces or plan.other_placements
-        while len(calls.plans) > _KEPT_PLANS:
-            calls.plans.popitem(last=False)
+        calls.keep(key, plan, tensors)
         return plan
 
-    number, plan = calls.plans.get(key, (0, None))
-    if plan is not None:
-        calls.plans.move_to_end(key)
+    number, plan = calls.find(key, tensors)
     if calls.reduces:
         # Reductions over mesh axes come before the packet, so all ranks must first know that they use the same plan.
         plan = plan if all_equal(number, group) else None
     elif not calls.plans:
         # The first plan of this group on any rank, since plans are made by all together: name who is missing.
         wait_for_all(group, "distclip's first call")
-    device = packet_device(group, tensors)
-    found = survey(
-        plan,
-        make_plan,
-        group=group,
-        device=device,
-        norm_type=p,
-        arguments={"max_norm": repr(limit), "norm_type": repr(p), "error_if_nonfinite": repr(bool(error_if_nonfinite))},
-        problem=problem,
-    )
+    try:
+        found = survey(
+            plan,
+            make_plan,
+            group=group,
+            device=packet_device(group, tensors),
+            norm_type=p,
+            arguments={
+                "max_norm": repr(limit),
+                "norm_type": repr(p),
+                "error_if_nonfinite": repr(bool(error_if_nonfinite)),
+            },
+            problem=problem,
+        )
+        return _finish(calls, found, limit, p, error_if_nonfinite, started)
+    finally:
+        calls.release()
+
+
+def _finish(
+    calls: _Calls, found: Survey, limit: float | None, p: float, error_if_nonfinite: bool, started: float
+) -> Tensor:
+    """Decide, apply and report."""
     decision = decide_fixed(found.norms, found.nan, found.inf, [None], limit, p)
     culprits = find_culprits(found.plan, found.gradients) if decision.nonfinite else ()
     if limit is not None and not decision.nonfinite:
-        factor = decision.coefficients[0] if device.type == "cuda" else float(decision.coefficients[0])
+        factor = decision.coefficients[0]
+        on_host = factor if factor.device.type == "cuda" else float(factor)
         for bucket in found.plan.buckets:
-            scale_(found.gradients.of(bucket), factor, cache=found.gradients.cache_of(bucket))
+            scale_(found.gradients.of(bucket), on_host, cache=found.gradients.cache_of(bucket))
     calls.steps += 1
     report = StepReport(
         step=calls.steps,

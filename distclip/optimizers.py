@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,21 +40,38 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """With a scaler, everything that is stepped must be in the source: distclip unscales only what it measures.
+def check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], scaled: bool) -> None:
+    """Whether what is stepped is what is measured.
+
+    With a scaler all of it must be, because distclip unscales only what it measures. Without one the optimizer may hold
+    more, which is then neither clipped nor watched.
 
     Raises:
-        ConfigError: no optimizer, or one with other parameters.
+        ConfigError: no optimizer with a scaler, or an optimizer that holds none of the source's parameters, or others
+            too with a scaler.
     """
-    if not optimizers:
+    if scaled and not optimizers:
         raise ConfigError("scaler= needs the optimizer too: GradientClipper(model, optimizer, scaler=scaler)")
     known = {id(parameter) for parameter in parameters}
-    unknown = sum(id(parameter) not in known for optimizer in optimizers for parameter in parameters_of(optimizer))
-    if unknown:
-        raise ConfigError(
-            f"the optimizer holds {unknown} parameters that the source does not have, so their gradients would never "
-            "be unscaled: pass the whole module, or an optimizer for the parameters of the source only"
-        )
+    for optimizer in optimizers:
+        held = parameters_of(optimizer)
+        unknown = sum(id(parameter) not in known for parameter in held)
+        if known and held and unknown == len(held):
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds none of the parameters of the source, so it would step something "
+                "else: make the optimizer after the model is wrapped, from the same model"
+            )
+        if unknown and scaled:
+            raise ConfigError(
+                f"the optimizer holds {unknown} parameters that the source does not have, so their gradients would "
+                "never be unscaled: pass the whole module, or an optimizer for the parameters of the source only"
+            )
+        if unknown:
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {unknown} parameters that the source does not have: they are "
+                "stepped without being clipped, and a nan in them is not seen",
+                stacklevel=4,
+            )
 
 
 def check_fold(fold: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -74,7 +92,7 @@ class FoldPlan:
     """Which optimizers can take the factor into their step, for one plan."""
 
     def __init__(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        index_of = {id(entry.parameter()): index for index, entry in enumerate(plan.entries)}
+        index_of = {id(parameter): index for index, parameter in enumerate(plan.parameters)}
         self._entries: dict[torch.optim.Optimizer, frozenset[int]] = {}
         self._groups: dict[torch.optim.Optimizer, frozenset[int]] = {}
         for optimizer in optimizers:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -315,3 +317,27 @@ def test_a_deepspeed_engine_is_for_the_clipper() -> None:
     kind = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
     with pytest.raises(distclip.ConfigError, match=r"use GradientClipper\(engine\)"):
         distclip.clip_grad_norm_(kind(), 1.0)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_or_named() -> None:
+    layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    with pytest.raises(distclip.ConfigError, match="SGD holds none of the parameters of the source"):
+        distclip.GradientClipper(layer, torch.optim.SGD(other.parameters()))
+    both = torch.optim.SGD([*layer.parameters(), *other.parameters()])
+    with pytest.warns(UserWarning, match="SGD holds 2 parameters that the source does not have"):
+        distclip.GradientClipper(layer, both)
+
+
+def test_a_lazy_module_must_have_run() -> None:
+    with pytest.raises(distclip.ConfigError, match="'weight' has no shape yet"):
+        distclip.GradientClipper(nn.LazyLinear(2))
+
+
+def test_calls_keep_no_model_alive() -> None:
+    layer = nn.Linear(1, 1)
+    layer.weight.grad = torch.ones(1, 1)
+    distclip.get_total_norm(layer)
+    gone = weakref.ref(layer.weight)
+    del layer
+    gc.collect()
+    assert gone() is None

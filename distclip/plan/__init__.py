@@ -7,7 +7,7 @@ A plan is made once, from the parameters and not from the gradients that happen 
 3. `fingerprint` condenses the parameters of one layout class into two 64-bit numbers: what they are, what they hold;
 4. `handshake` exchanges those numbers once. Ranks with equal numbers hold the same elements; the lowest owns them.
 
-The result is a `Plan`. It refers to parameters weakly and holds no gradient.
+The result is a `Plan`. It holds no gradient.
 """
 
 from __future__ import annotations

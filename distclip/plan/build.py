@@ -110,7 +110,6 @@ def build_plan(
     entries = [
         Entry(
             name=item.name,
-            parameter=weakref.ref(item.parameter),
             layout=layout_by_entry[index],
             param_group=names.index(keys[index]),
             holders=holders_by_entry[index],
@@ -130,6 +129,7 @@ def build_plan(
             ddp.watch(wrapper)
     return Plan(
         entries=tuple(entries),
+        parameters=tuple(parameters),
         buckets=tuple(Bucket(*key, entries=tuple(indices)) for key, indices in sorted(by_bucket.items())),
         param_groups=names,
         group_reference=GroupReference(group),
@@ -142,7 +142,7 @@ def build_plan(
         reductions=tuple(reductions_of(parameters, placements)),
         ddp=tuple(weakref.ref(wrapper) for wrapper in wrappers.values()),
         fsdp2=tuple(weakref.ref(unit) for unit in fsdp2_units(modules_of(items))),
-        frozen=tuple(weakref.ref(item.parameter) for item in found if not item.parameter.requires_grad),
+        frozen=tuple(index for index, parameter in enumerate(parameters) if not parameter.requires_grad),
     )
 
 

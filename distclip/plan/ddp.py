@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from distclip.errors import LayoutError
+
 _last_forward_synchronises: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -21,6 +23,22 @@ def watch(module: DistributedDataParallel) -> None:
     if module not in _last_forward_synchronises:
         _last_forward_synchronises[module] = module.require_backward_grad_sync
         module.register_forward_pre_hook(_record)
+
+
+def check_join(module: DistributedDataParallel) -> None:
+    """Raise inside `module.join()` with uneven inputs.
+
+    Ranks that have run out of inputs answer the all-reduces of forward and backward there, and would take the packet
+    for one of those. Raised at once and not through the packet, for the same reason. Private name: `_join_config`
+    (torch/distributed/algorithms/join.py, torch 1.10 to 2.13); where it is gone nothing is checked.
+    """
+    config = getattr(module, "_join_config", None)
+    if config is not None and config.enable and not config.throw_on_early_termination:
+        raise LayoutError(
+            "clipping inside DistributedDataParallel.join() with uneven inputs is not possible: ranks that have joined "
+            "cannot take part in the decision. Use join(throw_on_early_termination=True), or give all ranks as many "
+            "batches"
+        )
 
 
 def synchronised(module: DistributedDataParallel) -> bool:

@@ -69,8 +69,8 @@ def take(plan: Plan) -> Gradients:
     Runs in every step over thousands of parameters, so what is the same for all is done by built-in functions and only
     what needs a look (DTensor, FSDP1, missing) goes one by one.
     """
-    parameters = [reference() for reference in plan.parameters]
-    local = [None if parameter is None else parameter.grad for parameter in parameters]
+    parameters = plan.parameters
+    local = [parameter.grad for parameter in parameters]
     problem = _backward_problem(plan)
     stale = False
     kinds = set(map(type, local))
@@ -80,24 +80,25 @@ def take(plan: Plan) -> Gradients:
                 continue
             entry = plan.entries[index]
             if not isinstance(gradient, DTensor):
-                problem = problem or (_plain_gradient(entry.name) if entry.placements is not None else None)
+                if entry.placements is not None and isinstance(parameters[index], DTensor):
+                    problem = problem or _plain_gradient(entry.name)
+                stale = stale or (entry.placements is not None and not isinstance(parameters[index], DTensor))
                 continue
             stale = stale or gradient.placements != entry.placements
             local[index] = local_of(gradient)
     for index in plan.flattened:
-        gradient, parameter = local[index], parameters[index]
-        if gradient is not None and parameter is not None and is_unsynchronised(parameter, gradient):
+        gradient = local[index]
+        if gradient is not None and is_unsynchronised(parameters[index], gradient):
             problem = problem or _unsynchronised("FSDP1's no_sync()")
     present, present_share, elements = plan.present, plan.present_share, plan.elements
     missing = [index for index, gradient in enumerate(local) if gradient is None] if type(None) in kinds else []
     for index in missing:
         entry = plan.entries[index]
-        stale = stale or parameters[index] is None
         present_share -= entry.weight / len(entry.holders)
         if entry.owned_by(plan.rank):
             present -= entry.weight
             elements -= entry.local_numel
-    if any(parameter.requires_grad for reference in plan.frozen if (parameter := reference()) is not None):
+    if any(parameters[index].requires_grad for index in plan.frozen):
         stale = True  # a parameter that was frozen when the plan was made wants a gradient now
     # A stale or troubled rank takes part all the same: the others of its mesh axes are waiting there.
     summed = reduce_partials(plan.reductions, local)
@@ -108,6 +109,8 @@ def _backward_problem(plan: Plan) -> DistclipError | None:
     """An error if the wrappers say that the last backward did not reduce gradients."""
     for reference in plan.ddp:
         module = reference()
+        if module is not None:
+            ddp.check_join(module)
         if module is not None and not ddp.synchronised(module):
             return _unsynchronised("DistributedDataParallel.no_sync()")
     for unit_reference in plan.fsdp2:

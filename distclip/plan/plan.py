@@ -25,7 +25,6 @@ class Entry:
     """One parameter as this rank sees it, and who else holds the same elements."""
 
     name: str
-    parameter: weakref.ReferenceType[Tensor]
     layout: Layout
     param_group: int
     """Index into `Plan.param_groups`."""
@@ -60,6 +59,9 @@ class Plan:
     """What all ranks agreed about the gradients. Made by `build_plan`; do not make one by hand."""
 
     entries: tuple[Entry, ...]
+    parameters: tuple[Tensor, ...]
+    """The entries' parameters. Strong references: a parameter that something refers to weakly cannot be swapped, as
+    `Module.to()` does with DTensors. A plan that is kept between function calls has none (functional.py)."""
     buckets: tuple[Bucket, ...]
     param_groups: tuple[str, ...]
     """Names of the param groups, in the order of the packet's slots; the last is "default"."""
@@ -80,15 +82,13 @@ class Plan:
     ddp: tuple[weakref.ReferenceType[DistributedDataParallel], ...] = ()
     fsdp2: tuple[weakref.ReferenceType[FSDPModule], ...] = ()
     """FSDP2 units, which are asked whether they synchronise."""
-    frozen: tuple[weakref.ReferenceType[Tensor], ...] = ()
-    """Parameters that did not want a gradient when the plan was made."""
+    frozen: tuple[int, ...] = ()
+    """Entries whose parameters did not want a gradient when the plan was made."""
     verified: bool = False
     """Whether gradients of replicas were found alike at a first measurement with finite, nonzero norm."""
 
-    parameters: tuple[weakref.ReferenceType[Tensor], ...] = field(init=False)
-    """The entries' parameters, and below what every step would otherwise add up again."""
     distributed: bool = field(init=False)
-    """Whether any entry is a DTensor."""
+    """What every step would otherwise find out again, here and below: whether any entry is a DTensor."""
     flattened: tuple[int, ...] = field(init=False)
     """Entries that FSDP1 manages."""
     present: float = field(init=False)
@@ -100,7 +100,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         owned = [entry for entry in self.entries if entry.owned_by(self.rank)]
-        self.parameters = tuple(entry.parameter for entry in self.entries)
         self.distributed = any(entry.placements is not None for entry in self.entries)
         self.flattened = tuple(index for index, entry in enumerate(self.entries) if entry.layout.scheme == "fsdp1")
         self.present = math.fsum(entry.weight for entry in owned)

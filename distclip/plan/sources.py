@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from distclip.errors import ConfigError, LayoutError
 from distclip.integrations import is_deepspeed_engine
@@ -148,6 +149,10 @@ def _unique(found: Iterable[Found]) -> list[Found]:
         if item.parameter.dtype in _REFUSED and (item.parameter.requires_grad or item.parameter.grad is not None):
             raise ConfigError(
                 f"parameter {item.name!r} has dtype {item.parameter.dtype}, which distclip cannot measure"
+            )
+        if is_lazy(item.parameter):
+            raise ConfigError(
+                f"parameter {item.name!r} has no shape yet: run a forward pass through the lazy module first"
             )
         result.append(item)
     return result

@@ -61,6 +61,7 @@ def _change(how: str, call: str, changed: tuple[int, ...]) -> list[float]:
             model.b.requires_grad_(False)
             model.b.grad = None
         elif how == "removed":
+            model.b.grad = None  # as zero_grad() does; a clipper counts a gradient until it is gone
             del model.b
         else:
             model.add("c", 12.0)
@@ -158,3 +159,33 @@ def _more_addends_on_one_rank() -> None:
 def test_ranks_with_other_parameters_are_told_before_they_add_addends_up(ranks: Any) -> None:
     said = fails_alike(ranks, distclip.LayoutError, _more_addends_on_one_rank)
     assert "'b' (2, float32) is only on rank 1" in said
+
+
+def _moves() -> list[str]:
+    model: Any = fully_shard(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    clipper = distclip.GradientClipper(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    clipper.step()
+    distclip.get_total_norm(model)
+    optimizer.zero_grad()
+    model.to(torch.bfloat16)
+    return [str(parameter.dtype) for parameter in model.parameters()]
+
+
+def test_an_fsdp2_model_can_still_be_moved(ranks: Any) -> None:
+    assert ranks(_moves, 2) == [["torch.bfloat16"] * 2] * 2
+
+
+def _wrapped_later() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 2, bias=False)
+    clipper = distclip.GradientClipper(model, max_norm=None)
+    fully_shard(model)
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    return clipper.clip_().total_norm.item(), distclip.get_total_norm(model).item()
+
+
+def test_a_model_that_is_wrapped_after_the_clipper_was_made_counts(ranks: Any) -> None:
+    for norm, wanted in ranks(_wrapped_later, 2):
+        assert norm == wanted == pytest.approx(50**0.5)

@@ -247,3 +247,20 @@ def test_join_ends_all_ranks_when_the_first_runs_out_of_batches(ranks: Any) -> N
     for norms, said in ranks(_join, 2, [2, 4]):
         assert norms == [2.0, 3.0]
         assert "exhausted" in said
+
+
+def _uneven_join() -> str:
+    wrapped = DistributedDataParallel(nn.Linear(1, 1))
+    clipper = distclip.GradientClipper(wrapped)
+    try:
+        with wrapped.join():
+            wrapped(torch.ones(1, 1)).sum().backward()
+            clipper.clip_()
+    except distclip.LayoutError as error:
+        return str(error)
+    return "clipped"
+
+
+def test_join_with_uneven_inputs_is_refused(ranks: Any) -> None:
+    for text in ranks(_uneven_join, 2):
+        assert "throw_on_early_termination=True" in text
