@@ -4,11 +4,10 @@
     nan, inf   how many elements are not finite
     flag       whether the amount is beyond what fp64 can hold, although the elements are finite
 
-**Exact at the speed of memory.** Squares are accumulated in fp32 only along rows of 256 elements, and in fp64 from
-there on. A row costs nothing, and the relative error of the norm stays below 1e-6 even on data chosen to hurt (a
-large element followed by ones just too small to be added; rows of 64K elements give 1e-4 there,
-`torch.linalg.vector_norm` over a long tensor up to 20 %). Half precision is converted block by block into fp32
-scratch that fits the cache.
+**Exact at the speed of memory.** Squares are accumulated in fp32 only along short rows, and in fp64 from there on. A
+row costs nothing, and the relative error of the norm stays below 1e-6 even on data chosen to hurt (a large element
+followed by ones just too small to be added; rows of 64K elements give 1e-4 there, `torch.linalg.vector_norm` over a
+long tensor up to 20 %). Half precision is read as it is, into fp32 sums. How, is in `distclip.measure.cpu`.
 
 **Finite for free.** A finite sum proves that every element is finite. Only if it is not are the parts concerned
 measured again by `distclip.measure.exact`, which counts; so is everything whose fp32 squares overflowed (|g| >
