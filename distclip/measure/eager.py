@@ -15,7 +15,7 @@ measured again by `distclip.measure.exact`, which counts; so is everything whose
 
 **Any device.** On CPU the host looks at the sum and branches. On CUDA it must not wait: there `_foreach_norm`
 accumulates in fp64, where no fp32 number overflows or vanishes, and nan and inf are told apart for each tensor by its
-own norm.
+own norm. (Coalescing a sparse gradient waits by itself.)
 """
 
 from __future__ import annotations

@@ -43,12 +43,13 @@ def exact(gradients: Iterable[Tensor], norm_type: float, device: torch.device, s
     for gradient in gradients:
         values, repeat = readable(gradient)
         for block in blocks(values, size):
-            magnitude, is_nan = _magnitude(block)
-            is_inf = magnitude.isinf()
-            is_inf &= ~is_nan
-            nan = nan + is_nan.sum() * repeat
-            inf = inf + is_inf.sum() * repeat
-            magnitude.masked_fill_(is_nan | is_inf, 0.0)
+            magnitude = _magnitude(block)
+            # Counted by arithmetic, because comparing takes the CPU three times as long: finite * 0 is 0, all else nan.
+            nans = magnitude.clamp(max=1.0).mul_(0.0).nan_to_num_(1.0).sum()
+            nonfinite = (magnitude * 0.0).nan_to_num_(1.0).sum()
+            nan = nan + nans * repeat
+            inf = inf + (nonfinite - nans) * repeat
+            magnitude.nan_to_num_(0.0, 0.0, 0.0)
             largest = torch.maximum(largest, magnitude.amax())
             if not math.isinf(norm_type):
                 if scale != 1.0:
@@ -82,11 +83,10 @@ def count_nonfinite(gradient: Tensor) -> tuple[int, int]:
         return int(found.nan), int(found.inf)
 
 
-def _magnitude(block: Tensor) -> tuple[Tensor, Tensor]:
-    """(|block| as a fresh fp64 tensor, where it is nan)."""
+def _magnitude(block: Tensor) -> Tensor:
+    """|block| as a fresh fp64 tensor."""
     if not block.is_complex():
-        magnitude = block.to(torch.float64, copy=True).abs_()
-        return magnitude, magnitude.isnan()
+        return block.to(torch.float64, copy=True).abs_()
     real, imaginary = torch.view_as_real(block).to(torch.float64).unbind(-1)
-    # hypot(inf, nan) is inf, which would hide the nan.
-    return torch.hypot(real, imaginary), real.isnan() | imaginary.isnan()
+    # hypot(inf, nan) is inf: bring the nan back
+    return torch.hypot(real, imaginary) + real.clamp(-1.0, 1.0) * 0.0 + imaginary.clamp(-1.0, 1.0) * 0.0
