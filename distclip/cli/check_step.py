@@ -137,7 +137,7 @@ class StepCheck:
         mine = report.total_norm.item()
         norms = gather_objects(mine, resolve(None))
         truth = reference(source, self._owned, self._norm_type)
-        parameters = [parameter for entry in clipper.plan.entries if (parameter := entry.parameter()) is not None]
+        parameters = list(clipper.plan.parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         told_by_torch = torch_says(gradients, self._norm_type, truth.norm)
         others = _other_ranks(gather_objects(_rows(clipper.plan), resolve(None)))
