@@ -130,7 +130,7 @@ class GradientClipper:
             self._fold = check_fold(fold, self._optimizers)
             check_telemetry(telemetry)
             self._items = items_of(source)
-            check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
+            self._check_coverage()
         except Exception as error:  # other ranks are waiting, whatever it is
             problem = for_all_ranks(error)
         self._arguments = {
@@ -379,6 +379,9 @@ class GradientClipper:
 
     def _count_optimized(self) -> int:
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _check_coverage(self) -> None:
+        check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
 
     def _is_outdated(self, gradients: Gradients) -> bool:
         """Whether parameters were added, removed or wrapped since the plan, as far as that can be seen cheaply.
