@@ -103,7 +103,7 @@ def test_replicas_that_differ_are_named_once(check, tmp_path):
     assert err.count("'1.weight' (ddp) holds different values on ranks 0, 1") == 1, err
     assert "0.weight" not in err
     assert "Traceback" not in err
-    assert out == "left in order\n" * 2
+    assert out.count("left in order") == 2  # two ranks write at once, so that newlines may come together
     assert not _processes(tmp_path)
 
 
