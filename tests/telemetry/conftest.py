@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 
 from distclip.telemetry.record import RunInfo, StepRecord
+
+
+@pytest.fixture
+def room_for() -> Callable[[int], AbstractContextManager[None]]:
+    """`with room_for(bytes)`: the kernel refuses room for a larger file, as a full disk does.
+
+    The limit holds for the whole process, also for pytest's own report when that goes to a file: it surrounds the one
+    call under test, never a whole test or the code between two tests.
+    """
+
+    @contextmanager
+    def room_for(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return room_for
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,15 +20,6 @@ folder = SpoolFolder.create("dead", Path(sys.argv[1]))
 folder.attempt(0, 2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def small_files():
-    """No file may hold a whole spool file: the kernel refuses room, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_made_private_and_removed(tmp_path):
@@ -72,25 +62,23 @@ def test_a_place_that_cannot_be_used_is_one_warning_and_the_default(wanted, capl
         folder.remove()
 
 
-def test_nowhere_at_all_is_none_and_leaves_nothing(tmp_path, small_files, caplog):
+def test_nowhere_at_all_is_none_and_leaves_nothing(tmp_path, room_for, caplog):
     run = f"nowhere-{os.getpid()}"
-    assert SpoolFolder.create(run, tmp_path) is None
+    with room_for(FILE_BYTES):
+        assert SpoolFolder.create(run, tmp_path) is None
     assert len(caplog.records) == 2
     assert "training goes on" in caplog.records[-1].getMessage()
     assert not list(tmp_path.iterdir())
     assert not list(Path("/dev/shm").glob(f"*distclip-{run}-*"))
 
 
-def test_no_room_for_all_ranks_is_found_before_they_start(tmp_path, caplog):
+def test_no_room_for_all_ranks_is_found_before_they_start(tmp_path, room_for, caplog):
     folder = SpoolFolder.create("r", tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (7 * FILE_BYTES, hard))
-    try:
-        assert folder.attempt(0, ranks=7) is not None
-        assert folder.attempt(1, ranks=8) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        folder.remove()
+    with room_for(7 * FILE_BYTES):
+        enough, short = folder.attempt(0, ranks=7), folder.attempt(1, ranks=8)
+    folder.remove()
+    assert enough is not None
+    assert short is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -129,16 +128,11 @@ def test_a_file_of_another_layout_is_refused(tmp_path, make_info, monkeypatch):
     assert caught.value.reason == "version"
 
 
-def test_a_missing_folder_and_no_room_are_errors_at_once_and_leave_nothing(tmp_path, make_info):
+def test_a_missing_folder_and_no_room_are_errors_at_once_and_leave_nothing(tmp_path, make_info, room_for):
     with pytest.raises(FileNotFoundError):
         SpoolWriter(tmp_path / "gone", make_info())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES - 1, hard))  # the kernel refuses room, as a full disk does
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            SpoolWriter(tmp_path, make_info())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with room_for(FILE_BYTES - 1), pytest.raises(OSError, match="File too large"):
+        SpoolWriter(tmp_path, make_info())
     assert not list(tmp_path.iterdir())
 
 
