@@ -61,10 +61,8 @@ def make_engine(
     """An engine of the ZeRO stage that ends `kind` around the model and its optimizer; every rank comes here.
 
     Raises:
-        SystemExit: it cannot be had here; says what to do.
+        SystemExit: DeepSpeed is not installed.
     """
-    if not dist.is_initialized():
-        raise SystemExit(f"train_lm: --wrap {kind} needs ranks: start with torchrun, or as deepspeed/README.md says")
     deepspeed = load_deepspeed()
     settings = json.loads(CONFIGURATION.read_text())
     settings["train_micro_batch_size_per_gpu"] = batch

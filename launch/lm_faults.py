@@ -67,17 +67,14 @@ def parse_fault(text: str) -> Fault:
     return Fault(match["kind"], first, last, int(match["rank"]) if match["rank"] else None)
 
 
-def check_faults(faults: Sequence[Fault], steps: int, world_size: int) -> None:
-    """Refuse faults that could never happen in a run of that many steps and ranks.
-
-    Raises:
-        SystemExit: names the flag, the fault and the limit.
-    """
+def fault_problem(faults: Sequence[Fault], steps: int, world_size: int) -> str | None:
+    """Why one of the faults could never happen in a run of that many steps and ranks; None where all can."""
     for fault in faults:
         if fault.last > steps:
-            raise SystemExit(f"train_lm: --inject {fault}: the run has only {steps} steps")
+            return f"--inject: {fault}: the run has only {steps} steps"
         if fault.rank is not None and fault.rank >= world_size:
-            raise SystemExit(f"train_lm: --inject {fault}: the run has only the ranks 0 to {world_size - 1}")
+            return f"--inject: {fault}: the run has only the ranks 0 to {world_size - 1}"
+    return None
 
 
 def batch_weight(faults: Sequence[Fault], step: int, rank: int) -> float:

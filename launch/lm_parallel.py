@@ -40,6 +40,24 @@ class Place:
     device: torch.device
 
 
+def expected_ranks() -> int | None:
+    """How many ranks there will be, known before they meet; None for a process that was started by hand."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+
+
+def wrap_problem(kind: str, replicate: int, ranks: int | None) -> str | None:
+    """Why the model cannot be spread in this way over that many ranks, and what to do; None where it can."""
+    if kind == "none" and (ranks or 1) > 1:
+        return f"--wrap: none is for a single process, not for {ranks} ranks; use {', '.join(WRAPS[1:])}"
+    if kind != "none" and ranks is None:
+        return f"--wrap: {kind} needs ranks: start with torchrun --nproc-per-node 2 train_lm.py --wrap {kind}"
+    if kind == "hsdp" and ranks is not None and ranks % replicate:
+        return f"--replicate: {replicate} does not divide the {ranks} ranks"
+    return None
+
+
 @contextlib.contextmanager
 def started() -> Iterator[Place]:
     """Join torchrun's other ranks (NCCL on CUDA, gloo on CPU), or be a run of one process when started by hand.
@@ -66,22 +84,10 @@ def started() -> Iterator[Place]:
 def wrap(
     model: nn.Module, parts: type[nn.Module], kind: str, precision: str, replicate: int, place: Place
 ) -> nn.Module:
-    """Spread the model over the ranks; FSDP gathers the modules of class `parts` one by one.
-
-    Raises:
-        SystemExit: this wrapper cannot be had here; says what to do.
-    """
+    """Spread the model over the ranks; FSDP gathers the modules of class `parts` one by one."""
     model.to(place.device)
     if kind == "none":
-        if place.world_size > 1:
-            raise SystemExit(
-                "train_lm: --wrap none is for a single process; with torchrun use ddp, fsdp1, fsdp2 or hsdp"
-            )
         return model
-    if not dist.is_initialized():
-        raise SystemExit(
-            f"train_lm: --wrap {kind} needs ranks: start with torchrun --nproc-per-node 2 train_lm.py --wrap {kind}"
-        )
     dtype = DTYPES[precision]
     if kind == "ddp":
         return DistributedDataParallel(model)
@@ -106,8 +112,6 @@ def wrap(
 
 def hsdp_mesh(replicate: int, place: Place) -> DeviceMesh:
     """`replicate` copies of the model, each sharded over the rest of the ranks."""
-    if place.world_size % replicate:
-        raise SystemExit(f"train_lm: --replicate {replicate} does not divide the {place.world_size} ranks")
     shape = (replicate, place.world_size // replicate)
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from lm_checkpoint import Checkpoints
 from lm_deepspeed import EngineCheckpoints, make_engine
-from lm_faults import batch_weight, check_faults, die_if_due
+from lm_faults import batch_weight, die_if_due
 from lm_model import Block, LanguageModel, draw_batch, loss_of, read_source
 from lm_options import parse_options
 from lm_parallel import Place, computing, is_zero, make_scaler, started, synchronising, wrap
@@ -111,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """What the command does; also for callers with a process group of their own. Returns this rank's losses."""
     args = parse_options(argv)
     with started() as place:
-        check_faults(args.inject, args.steps, place.world_size)
         return train(args, place)
 
 

@@ -86,5 +86,5 @@ def test_one_process_is_told_what_to_do(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, *JOB, "--wrap", "zero1", "--steps", "1"], capture_output=True, text=True, timeout=100
     )
-    assert ended.returncode == 1
-    assert "train_lm: --wrap zero1 needs ranks" in ended.stderr
+    assert ended.returncode == 2
+    assert "argument --wrap: zero1 needs ranks: start with torchrun" in ended.stderr

@@ -4,7 +4,7 @@ import argparse
 import math
 
 import pytest
-from lm_faults import KINDS, Fault, batch_weight, check_faults, parse_fault
+from lm_faults import KINDS, Fault, batch_weight, fault_problem, parse_fault
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,9 @@ def test_weights_have_the_sizes_that_the_names_promise() -> None:
 
 
 def test_a_fault_that_could_never_happen_is_refused() -> None:
-    check_faults([parse_fault("nan@10:rank=1")], steps=10, world_size=2)
-    with pytest.raises(SystemExit, match="--inject nan@9-11: the run has only 10 steps"):
-        check_faults([parse_fault("nan@9-11")], steps=10, world_size=2)
-    with pytest.raises(SystemExit, match="--inject nan@3:rank=2: the run has only the ranks 0 to 1"):
-        check_faults([parse_fault("nan@3:rank=2")], steps=10, world_size=2)
+    assert fault_problem([parse_fault("nan@10:rank=1")], steps=10, world_size=2) is None
+    late, stranger = parse_fault("nan@9-11"), parse_fault("nan@3:rank=2")
+    assert fault_problem([late], steps=10, world_size=2) == "--inject: nan@9-11: the run has only 10 steps"
+    assert (
+        fault_problem([stranger], steps=10, world_size=2) == "--inject: nan@3:rank=2: the run has only the ranks 0 to 1"
+    )

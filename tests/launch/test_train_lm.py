@@ -92,28 +92,3 @@ def test_a_checkpoint_that_was_not_finished_is_not_taken(tmp_path: Path) -> None
     (tmp_path / "step-000004").mkdir()
     (tmp_path / "step-000004" / "__0_0.distcp").write_bytes(b"half of it")
     assert len(train_lm.main([*SMALL, *keep, "--steps", "4"])) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--inject", "nam@3"], "argument --inject: unknown kind 'nam'"),
-        (["--inject", "nan"], "argument --inject: cannot read 'nan'. Forms: "),
-        (["--wrap", "fsdp3"], "argument --wrap: invalid choice"),
-        (["--steps", "0"], "argument --steps: must be a whole number from 1 on, not '0'"),
-        (["--steps", "many"], "argument --steps: must be a whole number from 1 on, not 'many'"),
-        (["--width", "10", "--heads", "3"], "argument --heads: 3 does not divide --width 10"),
-        (["--bytes", "10", "--context", "10"], "argument --bytes: 10 is not more than --context 10"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        train_lm.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_wrapper_without_ranks_says_how_to_get_them() -> None:
-    wanted = r"needs ranks: start with torchrun --nproc-per-node 2 train_lm\.py --wrap fsdp2"
-    with pytest.raises(SystemExit, match=wanted):
-        train_lm.main([*SMALL, "--steps", "1", "--wrap", "fsdp2"])

@@ -69,8 +69,3 @@ def test_a_checkpoint_can_be_taken_up_by_another_number_of_ranks(ranks: Ranks, t
     rest = ranks(job, 4, *keep, "--steps", "6")
     assert [len(losses) for losses in rest] == [2] * 4
     assert max(rest[0]) < first[0][0]
-
-
-def test_a_mesh_that_does_not_fit_is_named(ranks: Ranks) -> None:
-    with pytest.raises(Exception, match="--replicate 3 does not divide the 2 ranks"):
-        ranks(job, 2, "--wrap", "hsdp", "--replicate", "3", "--steps", "1")
