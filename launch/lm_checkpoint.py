@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import distclip
@@ -79,7 +79,11 @@ class Checkpoints:
                     shutil.rmtree(old)
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint; returns its step, or 0 where there is none."""
+        """Load the newest complete checkpoint; returns its step, or 0 where there is none.
+
+        Raises:
+            SystemExit: it is damaged, or was saved by a run of other sizes; says so, the same on every rank.
+        """
         marker = self.folder / LATEST
         newest: list[str | None] = [marker.read_text() if marker.exists() else None]
         if dist.is_initialized():  # one rank's word for all: on a network file system they may not see the same yet
@@ -88,7 +92,14 @@ class Checkpoints:
             return 0
         with self._quietly():
             state = self._state(0)
-            state_dict_loader.load(state, checkpoint_id=self.folder / newest[0])
+            try:
+                state_dict_loader.load(state, checkpoint_id=self.folder / newest[0])
+            except CheckpointException as failed:
+                cause, _ = failed.failures[min(failed.failures)]
+                raise SystemExit(
+                    f"train_lm: --checkpoint: cannot go on from {self.folder / newest[0]} ({cause}): "
+                    "give the sizes that it was saved with, or another folder"
+                ) from None
             saved = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
             set_state_dict(self.model, self.optimizer, **saved)
         if self.scaler:

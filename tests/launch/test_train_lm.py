@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,15 @@ def test_a_checkpoint_that_was_not_finished_is_not_taken(tmp_path: Path) -> None
     (tmp_path / "step-000004").mkdir()
     (tmp_path / "step-000004" / "__0_0.distcp").write_bytes(b"half of it")
     assert len(train_lm.main([*SMALL, *keep, "--steps", "4"])) == 2
+
+
+def test_a_checkpoint_that_cannot_be_taken_up_is_one_line(tmp_path: Path) -> None:
+    keep = ["--checkpoint", str(tmp_path), "--checkpoint-every", "2"]
+    train_lm.main([*SMALL, *keep, "--steps", "2"])
+    said = r"^train_lm: --checkpoint: cannot go on from \S+/step-000002 \(.+\): give the sizes that it was saved with"
+    with pytest.raises(SystemExit, match=said) as ended:
+        train_lm.main([*SMALL, *keep, "--steps", "4", "--width", "64"])
+    assert "Size mismatch" in str(ended.value)
+    shutil.rmtree(tmp_path / "step-000002")
+    with pytest.raises(SystemExit, match=said):
+        train_lm.main([*SMALL, *keep, "--steps", "4"])
