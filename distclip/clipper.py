@@ -37,10 +37,10 @@ from distclip.integrations import is_deepspeed_engine
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
 from distclip.plan.build import Declaration, build_plan
 from distclip.plan.collectives import GroupReference, resolve
-from distclip.plan.gradients import Gradients
 from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
+from distclip.plan.structure import Structure
 from distclip.policy import Decision, decide_fixed
 from distclip.report import GroupReport, StepReport
 from distclip.reporter import Outcome, Reporter
@@ -118,6 +118,7 @@ class GradientClipper:
         self._limits: dict[str, float] = {}
         self._items: list[Any] = []
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._structure: Structure | None = None
         problem: Exception | None = None
         try:
             self._max_norm = None if max_norm is None else check_max_norm(max_norm)
@@ -130,7 +131,6 @@ class GradientClipper:
             self._fold = check_fold(fold, self._optimizers)
             check_telemetry(telemetry)
             self._items = items_of(source)
-            self._check_coverage()
         except Exception as error:  # other ranks are waiting, whatever it is
             problem = for_all_ranks(error)
         self._arguments = {
@@ -153,7 +153,8 @@ class GradientClipper:
         self._skips = 0
         self._bad_gradients = False
         for each in self._optimizers:
-            each.register_step_post_hook(_Watch(self))
+            # The optimizer can outlive many clippers: each takes its hook along when it goes.
+            weakref.finalize(self, each.register_step_post_hook(_Watch(self)).remove).atexit = False
 
     def clip_(self, grad_multiplier: float = 1.0) -> StepReport:
         """Unscale (once) and clip in place; the caller steps, if `report.should_step`.
@@ -207,7 +208,17 @@ class GradientClipper:
         return {"steps": self._steps, "consecutive_skips": self._skips}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take up a state that was saved on any number of ranks."""
+        """Take up a state that was saved on any number of ranks.
+
+        Raises:
+            ConfigError: something that `state_dict()` returns is missing.
+        """
+        missing = [repr(key) for key in self.state_dict() if key not in state]
+        if missing:
+            raise ConfigError(
+                f"the state lacks {' and '.join(missing)}: give load_state_dict() what state_dict() of a "
+                "GradientClipper returned"
+            )
         self._steps, self._skips = int(state["steps"]), int(state["consecutive_skips"])
 
     def __reduce__(self) -> NoReturn:
@@ -381,25 +392,29 @@ class GradientClipper:
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def _check_coverage(self) -> None:
-        check_coverage(tensors_of(self._items), self._optimizers, self._scaler is not None)
+        # After the first plan only what has a gradient counts: a layer that was removed can stay in the optimizer.
+        known, scaled = tensors_of(self._items), self._scaler is not None
+        check_coverage(known, self._optimizers, scaled, stepping=self._structure is not None)
 
-    def _is_outdated(self, gradients: Gradients) -> bool:
-        """Whether parameters were added, removed or wrapped since the plan, as far as that can be seen cheaply.
-
-        New ones are seen when an optimizer gets them; others when a gradient that should be there is missing.
-        """
-        if self._count_optimized() != self._optimized:
-            return True
-        if gradients.missing <= len(self.plan.frozen):
-            return False
-        now = set(map(id, tensors_of(self._items)))
-        return now != set(map(id, self.plan.parameters))
+    def _is_outdated(self) -> bool:
+        """Whether parameters were added, removed or wrapped since the plan, in the model or in an optimizer."""
+        assert self._structure is not None
+        return self._count_optimized() != self._optimized or self._structure.changed(self._items)
 
     def _make_plan(self, problem: Exception | None) -> Plan:
-        self._optimized = self._count_optimized()
-        return build_plan(
+        optimized, structure = self._count_optimized(), None
+        if problem is None:
+            try:
+                structure = Structure(self._items)
+                self._check_coverage()
+            except Exception as error:  # other ranks are waiting, whatever it is
+                problem = for_all_ranks(error)
+        plan = build_plan(
             self._items, self._group.get(), declaration=self._declaration, problem=problem, arguments=self._arguments
         )
+        # Only now: what could not be planned is outdated in the next step as well.
+        self._optimized, self._structure = optimized, structure
+        return plan
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer ran: were its gradients known to be bad?"""

@@ -40,11 +40,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], scaled: bool) -> None:
+def check_coverage(
+    parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], scaled: bool, stepping: bool = False
+) -> None:
     """Whether what is stepped is what is measured.
 
     With a scaler all of it must be, because distclip unscales only what it measures. Without one the optimizer may hold
-    more, which is then neither clipped nor watched.
+    more, which is then neither clipped nor watched. `stepping`: backward has run, so that what has no gradient now will
+    not be stepped.
 
     Raises:
         ConfigError: no optimizer with a scaler, or an optimizer that holds none of the source's parameters, or others
@@ -55,8 +58,9 @@ def check_coverage(parameters: Sequence[Tensor], optimizers: Sequence[torch.opti
     known = {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
         held = parameters_of(optimizer)
-        unknown = sum(id(parameter) not in known for parameter in held)
-        if known and held and unknown == len(held):
+        strange = [parameter for parameter in held if id(parameter) not in known]
+        unknown = sum(not stepping or parameter.grad is not None for parameter in strange)
+        if known and held and len(strange) == len(held):
             raise ConfigError(
                 f"{type(optimizer).__name__} holds none of the parameters of the source, so it would step something "
                 "else: make the optimizer after the model is wrapped, from the same model"

@@ -77,18 +77,17 @@ def survey(
     arguments: dict[str, str],
     scale: float | Tensor = 1.0,
     problem: Exception | None = None,
-    outdated: Callable[[Gradients], bool] = lambda gradients: False,
+    outdated: Callable[[], bool] = lambda: False,
 ) -> Survey:
     """Measure and agree; collective over `group`.
 
-    `make_plan(problem)` is called by all ranks together when one of them needs a new plan; `outdated` says of the
-    gradients of this rank whether it does. `problem` is an error of this rank's arguments, which then
-    becomes every rank's.
+    `make_plan(problem)` is called by all ranks together when one of them needs a new plan; `outdated` says whether this
+    rank does. `problem` is an error of this rank's arguments, which then becomes every rank's.
     """
     for attempt in range(2):
         # Also where this rank has a problem: others may be waiting for its addends of Partial gradients.
         gradients = None if plan is None else take(plan)
-        if gradients is not None and attempt == 0 and outdated(gradients):
+        if gradients is not None and attempt == 0 and outdated():
             gradients = replace(gradients, stale=True)
         trouble = problem or (gradients.problem if gradients is not None else None)
         packet = exchange(

@@ -150,6 +150,26 @@ def test_gradients_passed_for_parameters() -> None:
         distclip.clip_grad_norm_(gradients, 1.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("call", [distclip.get_total_norm, distclip.GradientClipper])
+def test_a_result_of_an_operation_passed_for_a_parameter(call: Any) -> None:
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)
+    doubled = weight * 2.0
+    doubled.sum().backward()
+    with pytest.raises(distclip.ConfigError, match=r"'doubled' is computed from other tensors"):
+        call([("doubled", doubled)])
+    with pytest.raises(distclip.ConfigError, match=r"'parameter\[0\]' is computed from other tensors"):
+        distclip.clip_grad_value_(doubled, 1.0)
+
+
+def test_a_result_that_keeps_its_gradient_is_a_parameter_like_any_other() -> None:
+    doubled = torch.tensor([1.0, 1.0], requires_grad=True) * 2.0
+    doubled.retain_grad()
+    (doubled * torch.tensor([3.0, 4.0])).sum().backward()
+    assert distclip.clip_grad_norm_(doubled, 1.0).item() == 5.0
+    assert doubled.grad is not None
+    assert doubled.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
+
+
 @pytest.mark.parametrize("source", [3, ["weight"], [nn.Linear(1, 1), 3], {"a": 1}])
 def test_a_source_of_another_kind(source: Any) -> None:
     with pytest.raises(TypeError, match=r"pass a module|must be a module"):
@@ -227,6 +247,17 @@ def test_state_survives() -> None:
     other.load_state_dict(clipper.state_dict())
     assert other.clip_().step == 2
     assert other.state_dict() == {"steps": 2, "consecutive_skips": 2}
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [({}, "lacks 'steps' and 'consecutive_skips'"), ({"steps": 3}, "lacks 'consecutive_skips'")],
+)
+def test_a_state_of_something_else_is_refused_whole(state: dict[str, int], text: str) -> None:
+    clipper = distclip.GradientClipper([_parameter(torch.tensor([3.0, 4.0]))], max_norm=1.0)
+    with pytest.raises(distclip.ConfigError, match=text):
+        clipper.load_state_dict(state)
+    assert clipper.state_dict() == {"steps": 0, "consecutive_skips": 0}
 
 
 def test_a_clipper_is_not_copied() -> None:

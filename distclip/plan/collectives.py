@@ -35,7 +35,9 @@ def packet_device(group: dist.ProcessGroup | None, tensors: Sequence[Tensor] = (
     With a group it must not depend on what this rank happens to hold.
     """
     if group is None:
-        return tensors[0].device if tensors and isinstance(tensors[0], Tensor) else torch.device("cpu")
+        # a model on the meta device gets its memory later
+        here = [tensor.device for tensor in tensors[:1] if isinstance(tensor, Tensor) and not tensor.is_meta]
+        return here[0] if here else torch.device("cpu")
     return (
         torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
     )

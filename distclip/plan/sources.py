@@ -81,7 +81,8 @@ def walk(items: list[Any]) -> list[Found]:
 
     Raises:
         TypeError: an item is not of a kind named above.
-        ConfigError: gradients were passed where parameters belong, or a dtype cannot be measured.
+        ConfigError: gradients or results of operations were passed where parameters belong, or a dtype cannot be
+            measured.
         LayoutError: bare FSDP1 parameters, which do not know their process group.
     """
     modules = modules_of(items)
@@ -128,6 +129,11 @@ def _walk_parameters(items: list[Any]) -> Iterator[Found]:
             raise ConfigError(
                 f"source item {name!r} is a plain tensor without requires_grad, probably a gradient: pass the "
                 "parameters themselves; distclip reads their .grad"
+            )
+        if not parameter.is_leaf and not parameter.retains_grad:
+            raise ConfigError(
+                f"source item {name!r} is computed from other tensors, so backward leaves no gradient in it: pass the "
+                "parameters that it is made of, or call retain_grad() on it before backward"
             )
         if is_flattened(parameter):
             raise LayoutError(
