@@ -81,13 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_torchrun(arguments: argparse.Namespace, job: Sequence[str]) -> int:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    torchrun += ["--nproc-per-node", arguments.nproc_per_node, "-m", "distclip.cli", "check"]
+    torchrun += ["--nproc-per-node", arguments.nproc_per_node]
     options = ["--step", str(arguments.step), "--norm-type", str(arguments.norm_type)]
     options += [f"--owned={pattern}" for pattern in arguments.owned]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it, without its warning
     with tempfile.TemporaryDirectory(prefix="distclip-check-") as folder, stopped_by_signals():
         result = Path(folder, "verdict")
-        command = [*torchrun, "--result", str(result), *options, "--", *job]
+        torchrun += ["--log-dir", folder]  # else it makes a folder of its own, and leaves it
+        command = [*torchrun, "-m", "distclip.cli", "check", "--result", str(result), *options, "--", *job]
         with subprocess.Popen(command, env=environment) as process:
             try:
                 process.wait()

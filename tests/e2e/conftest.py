@@ -189,6 +189,7 @@ class Torchruns:
             "DISTCLIP_SD_DIR": str(folder / "sd"),
             "DISTCLIP_SPOOL": str(folder / "spool"),
             "DISTCLIP_RUN_ID": "r1",
+            "TMPDIR": str(folder),  # torchrun leaves a folder for logs there
         }
         job = TorchrunJob(command, {**inherited, **mine, **(environment or {})}, folder)
         self._jobs.append(job)

@@ -39,7 +39,7 @@ from pathlib import Path
 from distclip.telemetry.exporter import Exporter
 from distclip.telemetry.node import Attempt
 from distclip.telemetry.settings import Settings
-exporter = Exporter("killed", Settings(port=0, sd_dir=Path(sys.argv[1])))
+exporter = Exporter("killed", Settings(port=0, spool=Path(sys.argv[2]), sd_dir=Path(sys.argv[1])))
 exporter.start()
 exporter.start_attempt("initial", 1, Attempt())
 time.sleep(600)
@@ -233,7 +233,7 @@ class NodeOfRun:
 
 def test_an_alert_arrives_once_and_ends(prometheus: Prometheus, inbox: Inbox, tmp_path: Path) -> None:
     """A streak between two scrapes on two nodes, a run that is killed, and one that ends well."""
-    command = [sys.executable, "-c", KILLED, str(prometheus.targets)]
+    command = [sys.executable, "-c", KILLED, str(prometheus.targets), str(tmp_path / "killed")]
     nodes = [NodeOfRun("sick", tmp_path / f"sick{number}", prometheus.targets) for number in (0, 1)]
     well = NodeOfRun("well", tmp_path / "well", prometheus.targets)
     sick = ("DistclipNonfiniteGradientPersistent", "sick")

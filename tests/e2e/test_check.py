@@ -46,10 +46,11 @@ WAITS = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)
 
 
 def _start(folder: Path, *job: str) -> subprocess.Popen[str]:
+    (folder / "tmp").mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "distclip.cli", "check", "--nproc-per-node", "2", "--", *job],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CHECK_FOLDER": str(folder)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CHECK_FOLDER": str(folder), "TMPDIR": str(folder / "tmp")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,6 +67,11 @@ def _processes(folder: Path) -> list[int]:
         except OSError:  # it has just ended, or is another user's
             continue
     return found
+
+
+def _left(folder: Path) -> list[str]:
+    """What is in the temporary folder afterwards, but for the cache that torch itself makes in it when imported."""
+    return [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
 @pytest.fixture
@@ -89,12 +95,13 @@ def check(tmp_path):
         process.wait()
 
 
-def test_the_example_job(check):
+def test_the_example_job(check, tmp_path):
     code, out, err = check(TRAIN_LM, "--wrap=fsdp2", *SIZES)
     assert code == 0, err
     assert "optimizer step 1 on 2 ranks: 14 parameters of FSDPLanguageModel" in out
     assert out.count("verdict: distclip and the reference agree") == 1
     assert "step     1" not in out  # the step that was measured was not made
+    assert _left(tmp_path) == []
 
 
 def test_replicas_that_differ_are_named_once(check, tmp_path):
@@ -127,6 +134,7 @@ def test_a_signal_ends_the_job_too(tmp_path):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
+        assert _left(tmp_path) == []
         assert not _processes(tmp_path)
     finally:
         for pid in _processes(tmp_path):

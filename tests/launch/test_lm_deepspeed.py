@@ -32,6 +32,7 @@ def run(tmp_path: Path, *command: str) -> str:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
         "CC": "none",
         "CXX": "none",
         "DISTCLIP_PORT": "0",
