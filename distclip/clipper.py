@@ -35,8 +35,9 @@ from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError, 
 from distclip.fold import folded
 from distclip.integrations import is_deepspeed_engine
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
-from distclip.plan.build import Declaration, build_plan
+from distclip.plan.build import build_plan
 from distclip.plan.collectives import GroupReference, resolve
+from distclip.plan.declaration import Declaration
 from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of

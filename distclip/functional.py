@@ -23,8 +23,9 @@ from distclip.apply import clamp_, scale_
 from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
-from distclip.plan.build import Declaration, build_plan
+from distclip.plan.build import build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
+from distclip.plan.declaration import Declaration
 from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of, walk

@@ -9,8 +9,7 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,39 +19,16 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distclip.errors import LayoutError, for_all_ranks
 from distclip.plan import ddp, groups
-from distclip.plan.collectives import GroupReference, check_group, packet_device, wait_for_all
+from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
+from distclip.plan.declaration import Declaration
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
-from distclip.plan.groups import ParamGroups
 from distclip.plan.handshake import LayoutClass, Member, holders_of, introduce
 from distclip.plan.layout import Layout
 from distclip.plan.partial import agree_placements, placements_differ, reductions_of
 from distclip.plan.plan import Bucket, Entry, Plan
 from distclip.plan.sources import Found, modules_of, walk
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What the user says about layouts that no mesh shows; equal in effect for functions and the clipper."""
-
-    owned: Sequence[str] | dict[str, dist.ProcessGroup] = ()
-    """Patterns of parameters that only this rank has, or pattern -> group over which the copies are the same."""
-    tied: Sequence[str | tuple[str, ...]] = ()
-    """Parameters that several pipeline stages hold together."""
-    pipeline_group: dist.ProcessGroup | None = None
-    param_groups: ParamGroups = None
-
-    def problem(self) -> None:
-        """Raise TypeError for arguments of the wrong kind."""
-        if isinstance(self.owned, str) or isinstance(self.tied, str):
-            raise TypeError("owned= and tied= take a list of patterns or names, not a string: write ['experts.*']")
-        words = [*self.owned, *(name for item in self.tied for name in ((item,) if isinstance(item, str) else item))]
-        for word in words:
-            if not isinstance(word, str):
-                raise TypeError(f"owned= and tied= take patterns or names, not {type(word).__name__}")
-        for group in [self.pipeline_group, *(self.owned.values() if isinstance(self.owned, dict) else ())]:
-            check_group("pipeline_group= or owned=", group)
 
 
 def build_plan(
@@ -77,16 +53,20 @@ def build_plan(
     wait_for_all(group, "distclip's plan")
     found: list[Found] = []
     keys: list[str] = []
+    words: dict[str, bool] = {}
     if problem is None:
         try:
             declaration.problem()
             found = walk(items)
+            words = declaration.words(items)
             keys = groups.assign(declaration.param_groups, [item.name for item in found])
         except Exception as error:  # also what a function for param_groups raises: other ranks are waiting
             problem = for_all_ranks(error)
     parameters = [item.parameter for item in found]
     placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
-    other_placements = introduce(problem, arguments or {}, len(found), any(map(placements_differ, parameters)), group)
+    other_placements = introduce(
+        problem, arguments or {}, [item.name for item in found], any(map(placements_differ, parameters)), words, group
+    )
     if other_placements:
         # Names ranks with other models first: what follows needs the same parameters on all ranks of a mesh.
         holders_of(_classes(found, placements, declaration)[0], problem, group)
@@ -151,16 +131,12 @@ def _classes(
 ) -> tuple[list[LayoutClass], list[list[int]]]:
     """Group parameters by layout; return the classes and for each the indices of its parameters."""
     stage = None if declaration.pipeline_group is None else dist.get_rank(declaration.pipeline_group)
-    aliases = {
-        alias: (item if isinstance(item, str) else item[0])
-        for item in declaration.tied
-        for alias in ([item] if isinstance(item, str) else item)
-    }
+    aliases = declaration.aliases()
     by_layout: dict[Layout, list[int]] = defaultdict(list)
     names = []
     for index, item in enumerate(found):
         layout = _layout_of(item, placements[index])
-        owners = _owners_of(item.name, declaration.owned)
+        owners = declaration.owners_of(item.name)
         if item.name in aliases:
             # One parameter on several stages: its copies find each other by name and content, not by stage. A class
             # of its own, because another tied parameter can be on other stages.
@@ -210,16 +186,6 @@ def _layout_of(item: Found, placements: tuple[Placement, ...] | None) -> Layout:
 def _local_numel(parameter: Tensor) -> int:
     """Elements of the gradient on this rank; where it is placed unlike its parameter, those of the gradient."""
     return _local(parameter.grad if parameter.grad is not None and placements_differ(parameter) else parameter).numel()
-
-
-def _owners_of(name: str, owned: Sequence[str] | dict[str, dist.ProcessGroup]) -> tuple[int, ...] | None:
-    """The ranks that hold copies, where `name` is declared owned: all of them, so that no class is mixed."""
-    for pattern in owned:
-        if fnmatchcase(name, pattern):
-            if isinstance(owned, dict):
-                return tuple(dist.get_process_group_ranks(owned[pattern]))
-            return (dist.get_rank() if dist.is_initialized() else 0,)
-    return None
 
 
 def _compared(parameter: Tensor, placed: tuple[Placement, ...] | None) -> Tensor:

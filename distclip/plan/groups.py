@@ -67,7 +67,7 @@ def agree(groups: ParamGroups, assigned: Sequence[str], process_group: dist.Proc
     Collective where groups are given.
 
     Raises:
-        ConfigError: the patterns of a group match no parameter on any rank.
+        ConfigError: earlier groups claim all that a group matches.
     """
     if groups is None:
         return (DEFAULT,)
@@ -76,8 +76,8 @@ def agree(groups: ParamGroups, assigned: Sequence[str], process_group: dist.Proc
         for key, count in zip(groups, counts, strict=True):
             if not count:
                 raise ConfigError(
-                    f"param group {key!r} matches no parameter on any rank: {groups[key].match!r}; see "
-                    "GradientClipper(model).explain() for the names"
+                    f"param group {key!r} gets no parameter: all that {groups[key].match!r} matches belongs to groups "
+                    "that are named before it. Name it before them, or narrow their patterns"
                 )
         return (*groups, DEFAULT)
     mine = sorted(set(assigned) - {DEFAULT})

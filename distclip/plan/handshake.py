@@ -12,7 +12,7 @@ exchange numbers per parameter, and only names that end up in the error travel a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distclip.errors import ConfigError, LayoutError
 from distclip.plan.collectives import gather_integers, gather_objects, raise_together
+from distclip.plan.declaration import check_words
 from distclip.plan.fingerprint import combine, content_of, structure_of
 from distclip.plan.layout import Layout
 
@@ -60,20 +61,30 @@ class LayoutClass:
 def introduce(
     problem: Exception | None,
     arguments: dict[str, str],
-    parameters: int,
+    names: Sequence[str],
     other_placements: bool,
+    words: Mapping[str, bool],
     group: dist.ProcessGroup | None,
 ) -> bool:
     """First exchange: errors, arguments, and whether any rank has gradients placed unlike their parameters.
 
     `problem` is what went wrong on this rank before: then every rank raises it. `arguments` are what must be given
-    alike on all ranks, as text.
+    alike on all ranks, as text. `names` are those of this rank's parameters, `words` are `Declaration.words`.
 
     Raises:
-        ConfigError: arguments differ between ranks, or no rank has a parameter.
+        ConfigError: arguments differ between ranks, no rank has a parameter, or a word means none.
     """
+    meaningless = not all(words.values())
     header = gather_integers(
-        [problem is not None, structure_of(sorted(arguments.items())), parameters, other_placements], group
+        [
+            problem is not None,
+            structure_of(sorted(arguments.items())),
+            len(names),
+            other_placements,
+            len(words),
+            meaningless,
+        ],
+        group,
     )
     if header[:, 0].any():
         raise_together(problem, group)
@@ -84,6 +95,8 @@ def introduce(
             "source has no parameters on any rank: pass the module whose gradients are to be clipped, after its "
             "parameters were made"
         )
+    if header[:, 5].any():
+        check_words(words, int(header[:, 4].max()), names, group)
     return bool(header[:, 3].any())
 
 

@@ -85,8 +85,17 @@ def walk(items: list[Any]) -> list[Found]:
             measured.
         LayoutError: bare FSDP1 parameters, which do not know their process group.
     """
+    return _unique(_walk(items))
+
+
+def names_of(items: list[Any]) -> set[str]:
+    """All clean names of the parameters of `items_of(source)`: every one of a parameter that has several."""
+    return {found.name for found in _walk(items)}
+
+
+def _walk(items: list[Any]) -> Iterator[Found]:
     modules = modules_of(items)
-    return _unique(_walk_modules(modules) if modules else _walk_parameters(items))
+    return _walk_modules(modules) if modules else _walk_parameters(items)
 
 
 def _walk_modules(modules: Iterable[nn.Module]) -> Iterator[Found]:
