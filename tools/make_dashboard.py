@@ -144,7 +144,11 @@ def _norm() -> timeseries.Panel:
 
 def _events() -> timeseries.Panel:
     panel = (
-        _timeseries("Events", "Steps per interval whose gradient was nonfinite, zero or tiny, and what became of them.")
+        _timeseries(
+            "Events",
+            "Steps per interval whose gradient was nonfinite, zero or tiny, or differed between ranks, and what became "
+            "of them.",
+        )
         .span(12)
         .min(0)
         .draw_style(common.GraphDrawStyle.BARS)
@@ -155,10 +159,11 @@ def _events() -> timeseries.Panel:
         ("B", "distclip_nonfinite_steps_applied_total", "nonfinite and applied"),
         ("C", "distclip_zero_gradient_steps_total", "zero"),
         ("D", "distclip_tiny_gradient_steps_total", "tiny"),
+        ("E", "distclip_replica_divergences_total", "different between ranks"),
     ):
         panel.with_target(_query(_increase(metric), f"{{{{run}}}} {name}", ref_id=ref_id))
     skipped = _increase("distclip_skipped_steps_total", by="run, reason")
-    return panel.with_target(_query(skipped, "{{run}} skipped: {{reason}}", ref_id="E"))
+    return panel.with_target(_query(skipped, "{{run}} skipped: {{reason}}", ref_id="F"))
 
 
 def _clipped() -> timeseries.Panel:
