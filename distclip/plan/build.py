@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from distclip.errors import LayoutError, for_all_ranks
 from distclip.plan import ddp, groups
 from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
-from distclip.plan.declaration import Declaration
+from distclip.plan.declaration import Declaration, is_marked
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
@@ -59,6 +59,7 @@ def build_plan(
             declaration.problem()
             found = walk(items)
             words = declaration.words(items)
+            ddp.check_ignored(found, declaration.covers, 1 if group is None else dist.get_world_size(group))
             keys = groups.assign(declaration.param_groups, [item.name for item in found])
         except Exception as error:  # also what a function for param_groups raises: other ranks are waiting
             problem = for_all_ranks(error)
@@ -145,9 +146,9 @@ def _classes(
         elif owners is not None:
             family = ("owned", owners, *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False)
-        elif getattr(item.parameter, "allreduce", True) is False:
-            # The mark of Megatron-LM and DeepSpeed on experts: reduced over another group, which it does not name. By
-            # names without numbers, because a shared expert has other holders than the routed ones.
+        elif is_marked(item.parameter):
+            # The mark names no group. By names without numbers, because a shared expert has other holders than the
+            # routed ones.
             family = ("marked", re.sub(r"\d+", "#", item.name), *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False, by_content=True)
         elif stage is not None:

@@ -13,12 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from distclip.errors import ConfigError
 from distclip.plan.collectives import check_group, gather_integers, raise_together
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.groups import ParamGroups
-from distclip.plan.sources import modules_of, names_of
+from distclip.plan.sources import Found, modules_of, names_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Declaration:
                 return (dist.get_rank() if dist.is_initialized() else 0,)
         return None
 
+    def covers(self, item: Found) -> bool:
+        """Whether something is said of this parameter alone, here or by the mark on experts."""
+        declared = self.owners_of(item.name) is not None or item.name in self.aliases()
+        return declared or is_marked(item.parameter)
+
     def aliases(self) -> dict[str, str]:
         """Every name of a tied parameter -> the first of its names."""
         return {
@@ -78,6 +84,11 @@ class Declaration:
         here = names_of(items)
         found = {word: any(fnmatchcase(name, pattern) for name in here) for word, (pattern,) in patterns.items()}
         return found | {word: not here.isdisjoint(names) for word, names in ties.items()}
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Whether it has the mark of Megatron-LM and DeepSpeed on experts: reduced over another group than the rest."""
+    return getattr(parameter, "allreduce", True) is False
 
 
 def check_words(words: Mapping[str, bool], most: int, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
