@@ -215,6 +215,8 @@ def test_a_killed_agents_folder_is_removed_by_the_next_agent(sleepers):
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
     assert len(job.processes()) == 2  # its workers live on
+    with pytest.raises(OSError, match="refused"):
+        job.read()  # from the address that is still announced
     assert list(job.spool.iterdir()) == left
     SpoolFolder.create("next", job.spool).remove()
     assert not list(job.spool.iterdir())
