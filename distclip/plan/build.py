@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, Placement
 from distclip.errors import LayoutError, for_all_ranks
 from distclip.plan import ddp, groups
 from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
-from distclip.plan.declaration import Declaration, is_marked
+from distclip.plan.declaration import Declaration
 from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
 from distclip.plan.handshake import LayoutClass, Member, holders_of, introduce
 from distclip.plan.layout import Layout
+from distclip.plan.marked import holders_by_content, is_marked, marked_of
 from distclip.plan.partial import agree_placements, placements_differ, reductions_of
 from distclip.plan.plan import Bucket, Entry, Plan
 from distclip.plan.sources import Found, modules_of, walk
@@ -65,17 +66,25 @@ def build_plan(
             problem = for_all_ranks(error)
     parameters = [item.parameter for item in found]
     placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
-    other_placements = introduce(
-        problem, arguments or {}, [item.name for item in found], any(map(placements_differ, parameters)), words, group
+    marked = marked_of(found)
+    other_placements, most_marked = introduce(
+        problem,
+        arguments or {},
+        [item.name for item in found],
+        words,
+        group,
+        other_placements=any(map(placements_differ, parameters)),
+        marked=len(marked),
     )
+    experts = holders_by_content(found, marked, most_marked, group) if most_marked else {}
     if other_placements:
         # Names ranks with other models first: what follows needs the same parameters on all ranks of a mesh.
-        holders_of(_classes(found, placements, declaration)[0], problem, group)
+        holders_of(_classes(found, placements, declaration, experts)[0], problem, group)
         try:
             placements = agree_placements(parameters, [item.name for item in found])
         except LayoutError as error:
             problem = error
-    classes, members = _classes(found, placements, declaration)
+    classes, members = _classes(found, placements, declaration, experts)
     holders, table = holders_of(classes, problem, group)
 
     rank = dist.get_rank(group) if group is not None else 0
@@ -128,9 +137,15 @@ def build_plan(
 
 
 def _classes(
-    found: Sequence[Found], placements: Sequence[tuple[Placement, ...] | None], declaration: Declaration
+    found: Sequence[Found],
+    placements: Sequence[tuple[Placement, ...] | None],
+    declaration: Declaration,
+    experts: dict[int, tuple[int, ...]],
 ) -> tuple[list[LayoutClass], list[list[int]]]:
-    """Group parameters by layout; return the classes and for each the indices of its parameters."""
+    """Group parameters by layout; return the classes and for each the indices of its parameters.
+
+    `experts` are the holders of marked parameters.
+    """
     stage = None if declaration.pipeline_group is None else dist.get_rank(declaration.pipeline_group)
     aliases = declaration.aliases()
     by_layout: dict[Layout, list[int]] = defaultdict(list)
@@ -146,9 +161,12 @@ def _classes(
         elif owners is not None:
             family = ("owned", owners, *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False)
+        elif index in experts:
+            family = ("marked", experts[index], *layout.family)
+            layout = replace(layout, kind="owned", family=family, everywhere=False)
         elif is_marked(item.parameter):
-            # The mark names no group. By names without numbers, because a shared expert has other holders than the
-            # routed ones.
+            # Laid out by a mesh or FSDP unit, of which there can be one for each expert. By names without numbers,
+            # because a shared expert has other holders than the routed ones.
             family = ("marked", re.sub(r"\d+", "#", item.name), *layout.family)
             layout = replace(layout, kind="owned", family=family, everywhere=False, by_content=True)
         elif stage is not None:

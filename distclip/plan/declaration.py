@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from distclip.errors import ConfigError
 from distclip.plan.collectives import check_group, gather_integers, raise_together
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.groups import ParamGroups
+from distclip.plan.marked import is_marked
 from distclip.plan.sources import Found, modules_of, names_of
 
 
@@ -84,11 +84,6 @@ class Declaration:
         here = names_of(items)
         found = {word: any(fnmatchcase(name, pattern) for name in here) for word, (pattern,) in patterns.items()}
         return found | {word: not here.isdisjoint(names) for word, names in ties.items()}
-
-
-def is_marked(parameter: Tensor) -> bool:
-    """Whether it has the mark of Megatron-LM and DeepSpeed on experts: reduced over another group than the rest."""
-    return getattr(parameter, "allreduce", True) is False
 
 
 def check_words(words: Mapping[str, bool], most: int, names: Sequence[str], group: dist.ProcessGroup | None) -> None:

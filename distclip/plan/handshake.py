@@ -62,11 +62,15 @@ def introduce(
     problem: Exception | None,
     arguments: dict[str, str],
     names: Sequence[str],
-    other_placements: bool,
     words: Mapping[str, bool],
     group: dist.ProcessGroup | None,
-) -> bool:
-    """First exchange: errors, arguments, and whether any rank has gradients placed unlike their parameters.
+    *,
+    other_placements: bool,
+    marked: int,
+) -> tuple[bool, int]:
+    """First exchange: errors, arguments, and what later ones are needed.
+
+    Returns whether any rank has gradients placed unlike their parameters, and the largest number of marked parameters.
 
     `problem` is what went wrong on this rank before: then every rank raises it. `arguments` are what must be given
     alike on all ranks, as text. `names` are those of this rank's parameters, `words` are `Declaration.words`.
@@ -83,6 +87,7 @@ def introduce(
             other_placements,
             len(words),
             meaningless,
+            marked,
         ],
         group,
     )
@@ -97,7 +102,7 @@ def introduce(
         )
     if header[:, 5].any():
         check_words(words, int(header[:, 4].max()), names, group)
-    return bool(header[:, 3].any())
+    return bool(header[:, 3].any()), int(header[:, 6].max())
 
 
 def holders_of(
