@@ -18,17 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from distclip.apply import clamp_, scale_
 from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
+from distclip.plan import ddp
 from distclip.plan.build import build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
 from distclip.plan.declaration import Declaration
 from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
-from distclip.plan.sources import Source, items_of, tensors_of, walk
+from distclip.plan.sources import Source, items_of, modules_of, tensors_of, walk
 from distclip.policy import decide_fixed
 from distclip.report import GroupReport, StepReport
 from distclip.reporter import Outcome, Reporter
@@ -227,6 +229,9 @@ def _call(
         key = (tuple(map(id, tensors)), repr(declaration))
     except Exception as error:  # other ranks are waiting, whatever it is
         problem = for_all_ranks(error)
+    for module in modules_of(items):
+        if isinstance(module, DistributedDataParallel):
+            ddp.check_join(module)
 
     def make_plan(trouble: Exception | None) -> Plan:
         plan = build_plan(items, group, declaration=declaration, problem=trouble)

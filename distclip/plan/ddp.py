@@ -37,14 +37,15 @@ def check_join(module: DistributedDataParallel) -> None:
     """Raise inside `module.join()` with uneven inputs.
 
     Ranks that have run out of inputs answer the all-reduces of forward and backward there, and would take the packet
-    for one of those. Raised at once and not through the packet, for the same reason.
+    for one of those. Raised at once and not through the packet, for the same reason: by every rank that still has
+    inputs, in the first step, so that those which wait for it there end with the process group.
     """
     config = getattr(module, "_join_config", None)
     if config is not None and config.enable and not config.throw_on_early_termination:
         raise LayoutError(
-            "clipping inside DistributedDataParallel.join() with uneven inputs is not possible: ranks that have joined "
-            "cannot take part in the decision. Use join(throw_on_early_termination=True), or give all ranks as many "
-            "batches"
+            "clipping inside DistributedDataParallel.join() with uneven inputs is not possible: ranks that have run "
+            "out of batches cannot take part in the decision, and their optimizers would not step. Use "
+            "join(throw_on_early_termination=True), or give all ranks as many batches"
         )
 
 

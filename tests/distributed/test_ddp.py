@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -295,18 +297,36 @@ def test_join_ends_all_ranks_when_the_first_runs_out_of_batches(ranks: Any) -> N
         assert "exhausted" in said
 
 
-def _uneven_join() -> str:
-    wrapped = DistributedDataParallel(nn.Linear(1, 1))
-    clipper = distclip.GradientClipper(wrapped)
-    try:
-        with wrapped.join():
-            wrapped(torch.ones(1, 1)).sum().backward()
-            clipper.clip_()
-    except distclip.LayoutError as error:
-        return str(error)
-    return "clipped"
+def _uneven_join(call: str, batches: list[int], micro_batches: int = 1) -> None:
+    layer = nn.Linear(1, 1)
+    wrapped = DistributedDataParallel(layer)
+    clipper = distclip.GradientClipper(wrapped) if call == "clipper" else None
+    with wrapped.join():
+        for batch in range(batches[dist.get_rank()]):
+            last = (batch + 1) % micro_batches == 0
+            with nullcontext() if last else wrapped.no_sync():
+                wrapped(torch.ones(1, 1)).sum().backward()
+            if last and clipper is not None:
+                clipper.clip_()
+            elif last:
+                distclip.clip_grad_norm_(wrapped, 1.0)
 
 
-def test_join_with_uneven_inputs_is_refused(ranks: Any) -> None:
-    for text in ranks(_uneven_join, 2):
-        assert "throw_on_early_termination=True" in text
+@pytest.mark.parametrize("call", ["clipper", "function"])
+@pytest.mark.parametrize(
+    ("batches", "micro_batches"), [([1, 1], 1), ([1, 3], 1), ([3, 1], 1), ([0, 2], 1), ([2, 0], 1), ([1, 4], 2)]
+)
+def test_join_with_uneven_inputs_ends_on_all_ranks(
+    ranks: Any, batches: list[int], micro_batches: int, call: str
+) -> None:
+    """Whoever comes to clip refuses, before any collective; who has run out already ends with the process group."""
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        ranks(_uneven_join, 2, call, batches, micro_batches)
+    assert time.monotonic() - started < 10.0  # the pool's time limit for a collective is 15 s
+    errors = failure.value.errors
+    assert sorted(errors) == [0, 1]
+    clipping = [error for rank, error in errors.items() if batches[rank] >= micro_batches]
+    assert {type(error) for error in clipping} == {distclip.LayoutError}
+    assert len({str(error) for error in clipping}) == 1
+    assert "throw_on_early_termination=True" in str(clipping[0])
