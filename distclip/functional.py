@@ -250,7 +250,7 @@ def _call(
             plan,
             make_plan,
             group=group,
-            device=packet_device(group, tensors),
+            device=packet_device(group),
             norm_type=p,
             arguments={
                 "max_norm": repr(limit),

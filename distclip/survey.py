@@ -82,7 +82,8 @@ def survey(
     """Measure and agree; collective over `group`.
 
     `make_plan(problem)` is called by all ranks together when one of them needs a new plan; `outdated` says whether this
-    rank does. `problem` is an error of this rank's arguments, which then becomes every rank's.
+    rank does. `problem` is an error of this rank's arguments, which then becomes every rank's. `device` is where a rank
+    without a plan has its packet.
     """
     for attempt in range(2):
         # Also where this rank has a problem: others may be waiting for its addends of Partial gradients.
@@ -95,7 +96,7 @@ def survey(
             gradients,
             groups=1 if plan is None else len(plan.param_groups),
             group=group,
-            device=device,
+            device=device if plan is None else plan.device,
             norm_type=norm_type,
             scale=scale,
             config=structure_of(sorted(arguments.items())) & 0xFFF,

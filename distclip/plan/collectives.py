@@ -32,15 +32,15 @@ _arrivals: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 def packet_device(group: dist.ProcessGroup | None, tensors: Sequence[Tensor] = ()) -> torch.device:
     """The device whose tensors the group's backend reduces; in a single process that of the tensors.
 
-    With a group it must not depend on what this rank happens to hold.
+    With a group it must not depend on what this rank happens to hold. In a single process whose tensors lie on several
+    devices it is the first that is not the CPU: results are gathered there without waiting for any of them.
     """
-    if group is None:
-        # a model on the meta device gets its memory later
-        here = [tensor.device for tensor in tensors[:1] if isinstance(tensor, Tensor) and not tensor.is_meta]
-        return here[0] if here else torch.device("cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    )
+    if group is not None:
+        nccl = "nccl" in dist.get_backend(group)
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    # a model on the meta device gets its memory later
+    devices = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return next(devices, torch.device("cpu"))
 
 
 def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
