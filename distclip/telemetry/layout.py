@@ -67,8 +67,10 @@ GAUGES: Final = (
     "loss",
     "phase",
     "report_timestamp",
+    "report_clock",
 )
-"""Fields that describe the latest step; nan where nothing is known."""
+"""Fields that describe the latest step; nan where nothing is known. `report_clock` is the machine's monotonic time of
+the report: it tells the order of two processes' reports also where somebody sets the clock back."""
 
 FIELDS: Final = COUNTERS + BUCKETS + GAUGES
 INDEX: Final = {name: index for index, name in enumerate(FIELDS)}

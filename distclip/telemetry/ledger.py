@@ -4,8 +4,10 @@ Each start of the workers writes into a folder of its own. While an attempt runs
 over, `close_attempt` reads them a last time and adds its counters to those of all attempts before.
 
 A run-level counter is the same on every rank, give or take the step that is being counted just now, so the node's value
-is the largest of its ranks'; a step that is repeated after a restart counts again. A file that is skipped (damaged, cut
-short, gone) keeps what was read from it before, so that no counter falls; a rank whose file is gone has no gauges.
+is the largest of its ranks'; a step that is repeated after a restart counts again. The files of one rank add up: under
+`distclip sidecar` a launcher that restarts its workers, unheard, lets them write into the same folder. A file that is
+skipped (damaged, cut short, gone) keeps what was read from it before, so that no counter falls; a rank whose file is
+gone has no gauges.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Ledger:
         for path in sorted(self._present):
             snapshot = self._known[path]
             other = latest.get(snapshot.info.rank)
-            if other is None or snapshot.value("report_timestamp") > other.value("report_timestamp"):
+            if other is None or snapshot.value("report_clock") > other.value("report_clock"):
                 latest[snapshot.info.rank] = snapshot
         return dict(sorted(latest.items()))
 
@@ -120,15 +122,16 @@ class Ledger:
 
     def _run_now(self) -> Totals:
         totals = Totals()
-        for snapshot in self._known.values():
-            totals = totals.largest(Totals.of(snapshot))
+        for of_rank in self._ranks_now().values():
+            totals = totals.largest(of_rank)
         return totals
 
     def _ranks_now(self) -> dict[int, Totals]:
         totals: dict[int, Totals] = {}
         for snapshot in self._known.values():
-            rank = snapshot.info.rank
-            totals[rank] = totals.get(rank, Totals()).largest(Totals.of(snapshot))
+            mine = Totals.of(snapshot)
+            before = totals.get(snapshot.info.rank)
+            totals[snapshot.info.rank] = mine if before is None else before + mine
         return totals
 
     def _skip(self, error: SpoolError, path: Path) -> None:

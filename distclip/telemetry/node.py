@@ -123,7 +123,8 @@ class Node:
                 return
             self._ledger.close_attempt()
             self._state = state
-            self._ended = time.time()
+            # Not before the start, also where the clock was set back: an end that is older is that of an earlier run.
+            self._ended = max(time.time(), self._started)
 
     def view(self) -> View:
         """Everything at this moment, after reading the ranks' files."""

@@ -70,7 +70,7 @@ class SpoolWriter:
             write_header(self._page)
             self.describe(info)
             values = fresh_values()
-            values[INDEX["report_timestamp"]] = time.time()
+            values[INDEX["report_timestamp"]], values[INDEX["report_clock"]] = time.time(), time.monotonic()
             self.publish(values)
             os.rename(draft, self.path)
         except OSError:
@@ -122,7 +122,9 @@ def read_spool(path: Path) -> Snapshot:
 
 def _read_page(path: Path) -> bytes:
     try:
-        with open(path, "rb", buffering=0) as file:
+        # Not blocking: where somebody put a named pipe in the file's place, the agent must not wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb", buffering=0) as file:
             page = file.read(FILE_BYTES)
     except FileNotFoundError as error:
         raise SpoolError("missing", path) from error

@@ -15,6 +15,7 @@ nonfinite norm, loss or coefficient leaves the gauge at its last finite value, a
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Tally:
         values[_I["limit"]] = math.nan if limit is None else limit
         self._set("last_step", record.step)
         self._set("last_step_timestamp", record.timestamp)
-        self._set("report_timestamp", record.timestamp)
+        self._reported(record.timestamp)
         self._set("missing_tensors", record.missing_tensors)
         self._set("coefficient", record.clip_coefficient)
         self._set("local_norm", record.local_norm)
@@ -96,6 +97,11 @@ class Tally:
     def phase(self, name: str) -> None:
         """Say what the rank is doing; an unknown name is "other"."""
         self.values[_I["phase"]] = PHASES.index(name if name in PHASES else "other")
+        self._reported(time.time())
+
+    def _reported(self, timestamp: float) -> None:
+        self._set("report_timestamp", timestamp)
+        self.values[_I["report_clock"]] = time.monotonic()
 
     def _set(self, field: str, value: float | None) -> None:
         number = _finite(value)

@@ -72,6 +72,20 @@ def test_steps_of_the_command_are_seen_and_nothing_is_left(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_steps_of_workers_that_the_command_restarts_add_up(tmp_path: Path) -> None:
+    """As deepspeed's and accelerate's launchers restart them: the sidecar does not hear of it."""
+    (tmp_path / "train.py").write_text(TRAIN.replace("sys.stdin.read()", ""))
+    twice = f'"{sys.executable}" train.py && "{sys.executable}" train.py && read -r _'
+    with started(tmp_path, "sh", "-c", f'cd "{tmp_path}" && {twice}') as (process, url):
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["trained\n"] * 2
+        found = series(url)
+        assert found["distclip_steps_total"] == 6
+        assert found["distclip_nonfinite_steps_total"] == 2
+        assert found["distclip_last_step"] == 3
+        assert found["distclip_collect_errors_total{reason=empty}"] == 0
+
+
 @pytest.mark.parametrize(
     ("program", "code"), [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
 )

@@ -164,6 +164,16 @@ def test_each_level_has_as_many_series_as_the_docs_say(tmp_path, make_info, make
     assert sizes[Level.RANK] == sizes[Level.NODE] - 2 + 8 * ranks  # "8 more per rank"; two that are replaced
 
 
+def test_hundreds_of_ranks_are_collected_well_within_a_scrape(tmp_path, make_info, make_record):
+    bench = Bench(tmp_path, Level.RANK, make_info, make_record)
+    bench.start(ranks=range(512))
+    for rank in range(512):
+        bench.step(rank, 1)
+    page = bench.page()
+    assert page["distclip_last_step", "511"] == 1
+    assert page["distclip_collect_duration_seconds",] < 1.0  # a twentieth of it on two free cores
+
+
 def test_the_oldest_rank_speaks_for_the_node(bench):
     bench.start()
     bench.step(0, 8)

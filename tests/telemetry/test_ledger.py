@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from distclip.telemetry.layout import BUCKETS, INDEX, NORM_BOUNDS
+from distclip.telemetry.layout import BUCKETS, NORM_BOUNDS
 from distclip.telemetry.ledger import Ledger
 from distclip.telemetry.spool import SpoolWriter
 from distclip.telemetry.tally import Streaks, Tally
@@ -144,17 +144,24 @@ def test_other_files_in_the_folder_are_nobodys_business(attempts):
     assert not any(ledger.errors.values())
 
 
-def test_of_two_processes_of_one_rank_the_latest_report_gives_the_gauges(attempts, make_info, make_record):
-    for pid, step in ((1, 9), (2, 3)):
-        writer = SpoolWriter(attempts[0], make_info(0))
-        tally = Tally()
-        tally.add(make_record(step), Streaks())
-        writer.publish(tally.values)
-        writer.path.rename(attempts[0] / f"rank-0-{pid}.spool")
+def test_processes_of_one_rank_add_up_and_the_latest_has_the_gauges_though_the_clock_was_set_back(rank, attempts):
+    """As under a launcher that restarts its workers, of which a sidecar knows nothing."""
     ledger = Ledger()
     ledger.open_attempt(attempts[0])
+    first = rank(attempts[0])
+    for step in (1, 2, 3):
+        first.step(step, timestamp=5000.0)
     ledger.refresh()
-    assert ledger.gauges()[0].values[INDEX["last_step"]] == 9
+    first.path.rename(attempts[0] / "rank-0-9.spool")  # a process of its own, whose name sorts behind the next one's
+    again = rank(attempts[0])
+    again.step(3, timestamp=1000.0, norm=7.0)
+    rank(attempts[0], 1).step(3)
+    ledger.refresh()
+    assert ledger.run_totals()["steps"] == 4
+    assert ledger.rank_totals()[0]["steps"] == 4
+    assert ledger.gauges()[0].value("norm") == 7.0
+    ledger.open_attempt(attempts[1])
+    assert ledger.run_totals()["steps"] == 4
 
 
 def test_no_spool_is_no_error():

@@ -33,6 +33,14 @@ def test_states(node):
     assert node.view().ended >= node.view().started
 
 
+def test_an_end_is_not_before_its_start_though_the_clock_was_set_back(node, monkeypatch):
+    """An end that is older than the start is taken for that of an earlier run, and the run for vanished."""
+    started = node.view().started
+    monkeypatch.setattr("time.time", lambda: started - 3600)
+    node.finish("succeeded")
+    assert node.view().ended == started
+
+
 def test_the_last_failure_is_no_restart(node):
     node.start_attempt(None, "initial", Attempt(restarts_remaining=0))
     node.worker_failed("exit")

@@ -107,6 +107,7 @@ def test_what_was_published_survives_kill_9(tmp_path):
         (lambda path: path.write_bytes(path.read_bytes()[:64] + bytes(FILE_BYTES - 64)), "corrupt"),
         (lambda path: path.unlink(), "missing"),
         (lambda path: (path.unlink(), path.mkdir()), "unreadable"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "empty"),
     ],
 )
 def test_a_damaged_file_gives_its_reason(tmp_path, make_info, damage, reason):
