@@ -58,7 +58,9 @@ class JsonLog:
         if info.rank != 0 or self._descriptor is not None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Not blocking: a named pipe that nobody reads, or reads slowly, is an error here and no wait.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor = os.open(self._path, flags, 0o644)
 
     def record(self, record: StepRecord) -> None:
         """Append the step's line, if it is due."""

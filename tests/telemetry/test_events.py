@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -107,3 +108,26 @@ def test_a_full_disk_is_an_error_for_the_caller_to_handle(make_record, make_info
     log.open(make_info(0))
     with pytest.raises(OSError, match="No space left"):
         log.record(make_record(1))
+
+
+def test_a_named_pipe_without_a_reader_is_an_error_and_no_wait(tmp_path, make_record, make_info):
+    pipe = tmp_path / "events.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device or address"):
+        JsonLog(pipe, "r1", events_only=False).open(make_info(0))
+
+
+def test_a_reader_that_does_not_read_is_an_error_and_no_wait(tmp_path, make_record, make_info):
+    pipe = tmp_path / "events.jsonl"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        log = JsonLog(pipe, "r1", events_only=False)
+        log.open(make_info(0))
+        log.record(make_record(1))
+        assert json.loads(os.read(reader, 65536))["step"] == 1
+        records = [make_record(step) for step in range(2, 10_000)]  # more than a pipe holds
+        with pytest.raises(OSError, match=r"temporarily unavailable|only a part of a line"):
+            list(map(log.record, records))
+    finally:
+        os.close(reader)
