@@ -47,7 +47,7 @@ class NodeCollector(Collector):
         self._node = node
         self._build = {
             "version": __version__,
-            "torch": importlib.metadata.version("torch"),
+            "torch": _version("torch"),
             "python": platform.python_version(),
         }
 
@@ -112,6 +112,13 @@ class NodeCollector(Collector):
             info = next(iter(view.ranks.values())).info
             names = {"strategy": info.strategy, "policy": info.policy, "nonfinite": info.nonfinite}
             family.add_metric([view.run], {**names, "norm_type": f"{info.norm_type:g}"})
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # a build that was copied into place
 
 
 def _family(metric: Metric, per_rank: bool = False) -> Family:

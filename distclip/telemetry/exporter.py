@@ -76,7 +76,10 @@ class Exporter:
 
         Call it when the workers of the attempt before are gone. `reason` is one of `catalogue.START_REASONS`.
         """
-        if self._folder is None and self._attempts == 0:
+        if self._folder is not None and not self._folder.path.is_dir():  # somebody cleans up in memory or in /tmp
+            self._folder.remove()
+            self._folder = None
+        if self._folder is None:
             self._folder = SpoolFolder.create(self.node.run, self._settings.spool)
         folder = None if self._folder is None else self._folder.attempt(self._attempts, ranks)
         self._attempts += 1

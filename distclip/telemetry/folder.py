@@ -5,7 +5,8 @@
     folder.remove()
 
 An agent that is killed cannot clean up. It holds a lock on a file in its folder, which the kernel lets go when the
-process dies, so the next agent that starts on the machine finds such folders and removes them.
+process dies, so the next agent that starts on the machine finds such folders and removes them. The file says which
+machine that was, because on some network file systems a lock is not seen by the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 import uuid
 from pathlib import Path
@@ -25,11 +27,17 @@ from distclip.telemetry.layout import FILE_BYTES
 logger = logging.getLogger("distclip.telemetry")
 
 _LOCK: Final = "agent.lock"
+_ATTEMPT: Final = "attempt-"
 
 
 def file_name_of(run: str) -> str:
     """The run id as a part of a file name: other characters than letters, digits, dot, minus become "_"."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", run)[:64]
+
+
+def is_attempt(path: Path) -> bool:
+    """Whether an agent made this folder for its workers; else it is where somebody wants an agent's folder to be."""
+    return path.name.startswith(_ATTEMPT)
 
 
 class SpoolFolder:
@@ -70,6 +78,7 @@ class SpoolFolder:
             _reserve(draft, 2)
             lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _try_lock(lock)
+            os.write(lock, _machine())
             return cls(draft.rename(base / name), lock)  # under its name only with the lock: no sweep can come between
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
@@ -77,7 +86,7 @@ class SpoolFolder:
 
     def attempt(self, number: int, ranks: int) -> Path | None:
         """A new empty folder for one start of the workers; None, with a warning, where `ranks` files find no room."""
-        path = self.path / f"attempt-{number}"
+        path = self.path / f"{_ATTEMPT}{number}"
         try:
             path.mkdir(mode=0o700)
             _reserve(path, ranks)
@@ -119,8 +128,16 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def _machine() -> bytes:
+    """What tells this machine from all others, as long as it runs; the same in all of its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # a sandbox that shows little of the kernel
+        return socket.gethostname().encode()
+
+
 def _sweep(base: Path) -> None:
-    """Remove folders of this user's agents that are dead."""
+    """Remove folders of this user's agents on this machine that are dead."""
     for folder in base.glob("distclip-*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -129,7 +146,7 @@ def _sweep(base: Path) -> None:
         except OSError:
             continue  # not a spool folder, or one that its agent removes at this moment
         try:
-            if _try_lock(descriptor):
+            if _try_lock(descriptor) and os.read(descriptor, 256) == _machine():
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)

@@ -85,12 +85,12 @@ def named_run_id(environ: Mapping[str, str], rendezvous_id: str | None = None) -
     In this order: `DISTCLIP_RUN_ID`, `TORCHX_TRACKING_RUN_NAME`, `SLURM_JOB_ID`, the rendezvous id unless it is "none"
     (torchrun's word for not given).
     """
-    for name in ("DISTCLIP_RUN_ID", "TORCHX_TRACKING_RUN_NAME", "SLURM_JOB_ID"):
-        if value := environ.get(name, "").strip():
-            return value.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot be in a label
-    if rendezvous_id and rendezvous_id != "none":
-        return rendezvous_id
-    return None
+    given = [environ.get(name, "") for name in ("DISTCLIP_RUN_ID", "TORCHX_TRACKING_RUN_NAME", "SLURM_JOB_ID")]
+    if rendezvous_id != "none":
+        given.append(rendezvous_id or "")
+    value = next((text.strip() for text in given if text.strip()), None)
+    # Bytes that are no UTF-8 cannot be in a label.
+    return None if value is None else value.encode(errors="replace").decode()
 
 
 def run_id(environ: Mapping[str, str], rendezvous_id: str | None, several_nodes: bool) -> str:

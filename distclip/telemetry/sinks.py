@@ -5,9 +5,10 @@
         sink.open(info)
         sink.record(record)
 
-Three sinks exist, and any of them can be on at once: the spool file that becomes metrics (`DISTCLIP_SPOOL`, set by the
-agent), the event log (`DISTCLIP_EVENTS`) and the step log (`DISTCLIP_STEP_LOG`). One that fails is dropped with one
-warning on the logger "distclip.telemetry"; training goes on.
+Three sinks exist, and any of them can be on at once: the spool file that becomes metrics (`DISTCLIP_SPOOL`, where an
+agent has set it to a folder for its workers: without one nobody would read the file, or remove it), the event log
+(`DISTCLIP_EVENTS`) and the step log (`DISTCLIP_STEP_LOG`). One that fails is dropped with one warning on the logger
+"distclip.telemetry"; training goes on.
 
 All clippers of a process share its one spool file and its logs: their counters add up, gauges show the latest step of
 any of them. Give each clipper a sink of its own, so that a good step of one does not end the streak of another.
@@ -18,12 +19,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from distclip.telemetry.events import JsonLog
-from distclip.telemetry.layout import INDEX
+from distclip.telemetry.folder import is_attempt
 from distclip.telemetry.record import RunInfo, Sink, StepRecord
 from distclip.telemetry.settings import Settings, named_run_id, read_settings
 from distclip.telemetry.spool import SpoolWriter
@@ -89,12 +89,7 @@ class SpoolSink:
 
     def phase(self, name: str) -> None:
         """Say what the rank is doing."""
-
-        def change(tally: Tally) -> None:
-            tally.phase(name)
-            tally.values[INDEX["report_timestamp"]] = time.time()
-
-        self._spool.update(change)
+        self._spool.update(lambda tally: tally.phase(name))
 
     def close(self) -> None:
         """Nothing: the file stays, so that the agent can read the last values; the agent removes it."""
@@ -149,7 +144,7 @@ class _ProcessSinks:
         self._dropped: set[str] = set()
         self._spool: tuple[str, RankSpool] | None = None
         self._logs: dict[str, Sink] = {}
-        if settings.spool is not None:
+        if settings.spool is not None and is_attempt(settings.spool):
             self._spool = f"metrics (DISTCLIP_SPOOL={settings.spool})", RankSpool(settings.spool)
         if settings.events is not None:
             name = f"event log (DISTCLIP_EVENTS={settings.events})"

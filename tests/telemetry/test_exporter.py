@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from distclip.telemetry.exporter import Exporter
 from distclip.telemetry.node import Attempt
@@ -123,6 +124,36 @@ def test_no_room_for_the_spool_hands_workers_none(start, tmp_path, monkeypatch, 
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
     assert 'distclip_run_state{run="r1",state="running"} 1.0' in read(exporter)
+
+
+def test_a_spool_that_somebody_removed_is_there_again_for_the_next_start(start, tmp_path, make_info, caplog):
+    exporter = start()
+    first = Path(exporter.start_attempt("initial", 1, Attempt())["DISTCLIP_SPOOL"])
+    shutil.rmtree(tmp_path / "spool")
+    second = Path(exporter.start_attempt("failure", 1, Attempt())["DISTCLIP_SPOOL"])
+    assert second.is_dir()
+    assert second.parent != first.parent
+    SpoolWriter(second, make_info())
+    assert 'distclip_run_info{nonfinite="skip"' in read(exporter)
+    assert [record.getMessage() for record in caplog.records if "missing" not in record.getMessage()] == []
+    exporter.finish("succeeded")
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_run_id_of_any_characters_is_served_and_announced(tmp_path):
+    run = 'jøb/日本 "1"\\\n'
+    exporter = Exporter(run, Settings(port=0, spool=tmp_path / "spool", sd_dir=tmp_path / "sd"))
+    exporter.start()
+    try:
+        exporter.start_attempt("initial", 1, Attempt())
+        families = text_string_to_metric_families(read(exporter))
+        assert {sample.labels["run"] for family in families for sample in family.samples} == {run}
+        assert json.loads(read(exporter, "/healthz"))["run"] == run
+        (announced,) = (tmp_path / "sd").iterdir()
+        assert announced.name.isascii()
+        assert json.loads(announced.read_text())[0]["labels"] == {"__meta_distclip_run": run}
+    finally:
+        exporter.close()
 
 
 def test_a_forked_child_cleans_nothing_up(start, tmp_path):

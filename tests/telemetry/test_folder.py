@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distclip.telemetry.folder import SpoolFolder, file_name_of
+from distclip.telemetry.folder import SpoolFolder, file_name_of, is_attempt
 from distclip.telemetry.layout import FILE_BYTES
 
 KILLED = """
@@ -30,6 +30,8 @@ def test_made_private_and_removed(tmp_path):
     attempt = folder.attempt(0, ranks=4)
     assert attempt.parent == folder.path
     assert not list(attempt.iterdir())
+    assert is_attempt(attempt)
+    assert not is_attempt(folder.path)
     folder.remove()
     folder.remove()
     assert not list((tmp_path / "new").iterdir())
@@ -94,6 +96,16 @@ def test_the_next_agent_removes_what_a_killed_one_left_and_nothing_else(tmp_path
     assert (tmp_path / "distclip-not-a-spool").is_dir()
     living.remove()
     following.remove()
+
+
+def test_what_another_machine_left_on_a_shared_file_system_is_left_alone(tmp_path):
+    """Where locks are not seen by other machines, its agent may well live."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (elsewhere,) = tmp_path.iterdir()
+    (elsewhere / "agent.lock").write_text("another machine")
+    SpoolFolder.create("next", tmp_path).remove()
+    assert list(tmp_path.iterdir()) == [elsewhere]
 
 
 def test_a_forked_child_does_not_remove_its_parents_folder(tmp_path):

@@ -79,6 +79,7 @@ def test_run_ids_in_order():
 def test_a_run_id_that_is_no_text_can_still_be_a_label():
     given = b"run-\xff".decode(errors="surrogateescape")  # as os.environ has it
     assert named_run_id({"DISTCLIP_RUN_ID": given}) == "run-?"
+    assert named_run_id({}, given) == "run-?"
 
 
 def test_one_node_without_an_id_gets_a_uuid_and_several_are_an_error():

@@ -48,34 +48,40 @@ def only_file(folder):
 
 @pytest.fixture
 def spool(tmp_path, monkeypatch):
-    """A folder that auto_sink writes into."""
-    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path))
-    return tmp_path
+    """A folder that auto_sink writes into, named as an agent names it."""
+    folder = tmp_path / "attempt-0"
+    folder.mkdir()
+    monkeypatch.setenv("DISTCLIP_SPOOL", str(folder))
+    return folder
 
 
 def test_nothing_asked_for_is_no_sink():
     assert auto_sink() is None
 
 
-def test_all_three_at_once(tmp_path, monkeypatch, make_record, make_info):
-    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path))
+def test_where_an_agent_would_make_its_folder_nothing_is_written_without_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path))  # as somebody may set it once for all jobs
+    assert auto_sink() is None
+
+
+def test_all_three_at_once(spool, tmp_path, monkeypatch, make_record, make_info):
     monkeypatch.setenv("DISTCLIP_EVENTS", str(tmp_path / "events.jsonl"))
     monkeypatch.setenv("DISTCLIP_STEP_LOG", str(tmp_path / "steps.jsonl"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r7")
     sink = auto_sink()
     sink.open(make_info())
-    assert only_file(tmp_path).value("steps") == 0  # before the first step
+    assert only_file(spool).value("steps") == 0  # before the first step
     sink.record(make_record(1))
     sink.record(make_record(2, 0.0))
     sink.nonfinite_applied()
     sink.phase("evaluation")
-    snapshot = only_file(tmp_path)
+    snapshot = only_file(spool)
     assert snapshot.value("steps") == 2
     assert snapshot.value("nonfinite_applied") == 1
     assert snapshot.value("phase") == 1
     assert snapshot.value("report_timestamp") > 1e9
     sink.close()
-    assert only_file(tmp_path).value("steps") == 2  # the agent still needs it
+    assert only_file(spool).value("steps") == 2  # the agent still needs it
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [1, 2]
@@ -199,8 +205,7 @@ def test_threads_lose_no_step(spool, make_record, make_info):
     assert only_file(spool).value("steps") == 2000
 
 
-def test_a_forked_child_writes_nothing(tmp_path, monkeypatch, make_record, make_info):
-    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path))
+def test_a_forked_child_writes_nothing(spool, tmp_path, monkeypatch, make_record, make_info):
     monkeypatch.setenv("DISTCLIP_STEP_LOG", str(tmp_path / "steps.jsonl"))
     sink = auto_sink()
     sink.open(make_info())
@@ -212,7 +217,7 @@ def test_a_forked_child_writes_nothing(tmp_path, monkeypatch, make_record, make_
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     sink.record(make_record(3))
-    snapshot = only_file(tmp_path)
+    snapshot = only_file(spool)
     assert snapshot.value("steps") == 2
     assert snapshot.value("last_step") == 3
     assert [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()] == [1, 3]
@@ -248,7 +253,7 @@ def test_workers_of_a_data_loader_write_nothing(spool, make_record, make_info):
 def test_a_program_without_logging_shows_the_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", BARE],
-        env={**os.environ, "DISTCLIP_SPOOL": "/proc/nowhere", "DISTCLIP_EVENTS": "/proc/nowhere/events"},
+        env={**os.environ, "DISTCLIP_SPOOL": "/proc/attempt-0", "DISTCLIP_EVENTS": "/proc/nowhere/events"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -263,12 +268,11 @@ def test_a_program_without_logging_shows_the_warning(tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("DISTCLIP_SPOOL", "/proc/nowhere"), ("DISTCLIP_EVENTS", "/proc/nowhere/e"), ("DISTCLIP_STEP_LOG", "/dev/full")],
+    [("DISTCLIP_SPOOL", "/proc/attempt-0"), ("DISTCLIP_EVENTS", "/proc/nowhere/e"), ("DISTCLIP_STEP_LOG", "/dev/full")],
 )
 def test_a_sink_that_fails_warns_once_and_the_others_go_on(
-    tmp_path, monkeypatch, caplog, make_record, make_info, variable, value
+    spool, tmp_path, monkeypatch, caplog, make_record, make_info, variable, value
 ):
-    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path))
     monkeypatch.setenv("DISTCLIP_EVENTS", str(tmp_path / "events.jsonl"))
     monkeypatch.setenv("DISTCLIP_STEP_LOG", str(tmp_path / "steps.jsonl"))
     monkeypatch.setenv(variable, value)
@@ -281,7 +285,7 @@ def test_a_sink_that_fails_warns_once_and_the_others_go_on(
     assert len(caplog.records) == 1
     assert f"{variable}={value}" in caplog.text
     if variable != "DISTCLIP_SPOOL":
-        assert only_file(tmp_path).value("steps") == 3
+        assert only_file(spool).value("steps") == 3
     if variable != "DISTCLIP_EVENTS":
         assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
     if variable != "DISTCLIP_STEP_LOG":
@@ -289,7 +293,7 @@ def test_a_sink_that_fails_warns_once_and_the_others_go_on(
 
 
 def test_warnings_as_errors_do_not_stop_training(tmp_path, monkeypatch, make_record, make_info, recwarn):
-    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path / "gone"))
+    monkeypatch.setenv("DISTCLIP_SPOOL", str(tmp_path / "attempt-0"))
     sink = auto_sink()
     sink.open(make_info())
     sink.record(make_record())
