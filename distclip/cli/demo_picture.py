@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from distclip.cli.demo_prometheus import RULES_SHORTENED
 from distclip.cli.demo_story import FAULTS, MAX_NORM, STEPS, Step
 from distclip.cli.demo_view import Scene
 
@@ -77,6 +78,12 @@ def _loss(panel: Axes, steps: list[Step]) -> None:
     panel.set_ylabel("loss\n(nats per byte)")
     panel.set_ylim(bottom=0)
     panel.grid(alpha=0.25)
+    _note(panel, "faulty steps are left out: their loss was multiplied by 0/0, 0, 1e-9 or 10000", 0.08)
+
+
+def _note(panel: Axes, text: str, height: float) -> None:
+    """A remark in the lower part of a panel, at its left end, where nothing is drawn."""
+    panel.text(0.008, height, text, transform=panel.transAxes, fontsize=9, color="#666666", va="bottom")
 
 
 def _norm(panel: Axes, steps: list[Step]) -> None:
@@ -129,7 +136,7 @@ def _legend() -> list[Line2D]:
     return [
         Line2D([], [], color=_BEFORE, lw=1.2, label="norm before clipping"),
         Line2D([], [], color=_AFTER, lw=3.0, label="norm after clipping"),
-        Line2D([], [], color=_LIMIT, lw=1.1, ls=(0, (5, 3)), label="limit"),
+        Line2D([], [], color=_LIMIT, lw=1.1, ls=(0, (5, 3)), label=f"limit: {MAX_NORM:g}"),
         *(
             Line2D([], [], color=_COLOURS[_MARKS[event][1]], marker=_MARKS[event][0], ls="", ms=6, mew=0, label=label)
             for event, label in marks.items()
@@ -154,6 +161,7 @@ def _alerts(panel: Axes, scene: Scene) -> None:
     panel.set_yticks(range(len(names)), [name.removeprefix("Distclip") for name in names], fontsize=9)
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.set_ylabel("alerts\nfiring")
+    _note(panel, f"rules of monitoring/, {RULES_SHORTENED} times\nshorter in time", 0.08)
     panel.grid(axis="x", alpha=0.25)
 
 

@@ -21,7 +21,7 @@ from distclip.cli.demo_children import Children
 from distclip.cli.rules import rule_files, shorten
 
 SCRAPE_SECONDS = 1
-_RULE_FACTOR = 1 / 15  # windows of 5 and 10 minutes become 20 and 40 seconds
+RULES_SHORTENED = 15  # times: windows of 5 and 10 minutes become 20 and 40 seconds
 _RULE_FLOOR = 15.0  # seconds; long enough for some scrapes in each window, also on a machine that is busy
 _READY_SECONDS = 30.0
 _TRIES = 3
@@ -76,7 +76,7 @@ class Prometheus:
         targets.mkdir(parents=True)
         (folder / "rules").mkdir()
         for file in rule_files():
-            text = shorten(file.read_text(), factor=_RULE_FACTOR, floor=_RULE_FLOOR)
+            text = shorten(file.read_text(), factor=1 / RULES_SHORTENED, floor=_RULE_FLOOR)
             (folder / "rules" / file.name).write_text(text)
         config = folder / "prometheus.yaml"
         config.write_text(_CONFIG.format(interval=SCRAPE_SECONDS))

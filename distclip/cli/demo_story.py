@@ -44,7 +44,7 @@ class Fault:
 
 
 FAULTS = (
-    Fault("nan", 40, 40, "rank 1's batch weighs 0/0", "DistclipNonfiniteGradient", rank=1),
+    Fault("nan", 40, 40, "0/0 in rank 1's batch", "DistclipNonfiniteGradient", rank=1),
     Fault("zero", 75, 82, "loss times 0", "DistclipZeroGradients"),
     Fault("tiny", 115, 122, "loss divided by 1e9", "DistclipTinyGradients"),
     Fault("spike", 155, 155, "loss times 10000", None),
