@@ -21,7 +21,7 @@ from distclip.errors import LayoutError, for_all_ranks
 from distclip.plan import ddp, groups
 from distclip.plan.collectives import GroupReference, packet_device, wait_for_all
 from distclip.plan.declaration import Declaration
-from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of
+from distclip.plan.dtensor import dtensor_layout, fsdp2_units, local_of, spec_of
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.fsdp1 import fsdp1_layout
 from distclip.plan.handshake import LayoutClass, Member, holders_of, introduce
@@ -195,7 +195,10 @@ def _classes(
 def _layout_of(item: Found, placements: tuple[Placement, ...] | None) -> Layout:
     if isinstance(item.parameter, DTensor):
         assert placements is not None
-        return dtensor_layout(item.parameter, placements)
+        return dtensor_layout(item.parameter.device_mesh, placements)
+    spec = spec_of(item.parameter)
+    if spec is not None:
+        return dtensor_layout(spec.mesh, spec.placements)
     if item.fsdp1 is not None:
         return fsdp1_layout(item.fsdp1)
     scheme = "ddp" if item.ddp is not None else "plain"

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from distclip.errors import ConfigError, LayoutError
 from distclip.integrations import is_deepspeed_engine
+from distclip.plan.dtensor import hidden_by, hidden_in
 from distclip.plan.fsdp1 import is_flattened
 
 Source = nn.Module | Iterable[nn.Module] | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Tensor
@@ -72,8 +73,12 @@ def tensors_of(items: list[Any]) -> list[Any]:
     """The parameters of a source without names and checks, in a fixed order: cheap enough for every call."""
     modules = modules_of(items)
     if modules:
-        return [parameter for module in modules for parameter in module.parameters()]
+        return [parameter for module in modules for parameter in (*module.parameters(), *_hidden(module))]
     return [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+
+
+def _hidden(module: nn.Module) -> list[Tensor]:
+    return hidden_by(module) if isinstance(module, DistributedDataParallel) else []
 
 
 def walk(items: list[Any]) -> list[Found]:
@@ -101,6 +106,7 @@ def _walk(items: list[Any]) -> Iterator[Found]:
 def _walk_modules(modules: Iterable[nn.Module]) -> Iterator[Found]:
     for part in modules:
         seen: set[int] = set()
+        hiding = bool(_hidden(part))
         # An explicit stack keeps depth-first order, like named_parameters(), and copes with very deep models.
         stack: list[tuple[nn.Module, str, FullyShardedDataParallel | None, DistributedDataParallel | None]]
         stack = [(part, "", None, None)]
@@ -116,6 +122,9 @@ def _walk_modules(modules: Iterable[nn.Module]) -> Iterator[Found]:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield Found(prefix + name, parameter, fsdp1 if is_flattened(parameter) else None, ddp)
+            if hiding:
+                for name, part_of in hidden_in(module):
+                    yield Found(prefix + name, part_of, None, ddp)
             for name, child in reversed(module._modules.items()):
                 if child is None:
                     continue
