@@ -60,7 +60,7 @@ def _units(found: Sequence[Found], indices: Sequence[int]) -> list[list[int]]:
     """Parameters that lie on the same ranks: those of one module.
 
     A module that holds constants only (a norm layer of ones) looks alike in every expert; it goes with the nearest
-    module of the same expert, which is what follows the last number in its name.
+    module of the same expert: of those with the same name up to its last number, if it has numbers.
     """
     modules: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index in indices:
@@ -72,7 +72,7 @@ def _units(found: Sequence[Found], indices: Sequence[int]) -> list[list[int]]:
             continue
         expert = max((at + 1 for at, part in enumerate(path) if part.isdecimal()), default=0)
         nearest = max(telling, key=lambda other: _common(path, other), default=())
-        if expert and _common(path, nearest) >= expert:
+        if telling and _common(path, nearest) >= expert:
             units[nearest] += unit
         else:
             units[path] = unit
