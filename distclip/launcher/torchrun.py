@@ -11,7 +11,7 @@ of the workers. So this is torch's own `DefaultLogsSpecs`, with all log options 
   prefix per attempt, so that about half of all restarts read addresses of dead workers and fail or hang. It helps the
   c10d rendezvous, the default on one node; the static one (`--master-port`) has the trouble and no such switch.
 
-After the end the endpoint stays for two observed scrape intervals, at most 30 s (10 s after a signal); not at all if
+After the end the endpoint stays for two observed scrape intervals, at most 30 s (20 s after a signal); not at all if
 nobody scraped. No process and no spool folder is left behind; what an agent that was killed left is removed by the next
 one on the machine.
 
