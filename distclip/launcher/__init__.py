@@ -1,1 +1,1 @@
-"""Ways for a launcher to give a run its endpoint: the torchrun plug-in."""
+"""Ways for a launcher to give a run its endpoint: the torchrun plug-in, and the sidecar for all others."""
