@@ -35,8 +35,8 @@ logger = logging.getLogger("distclip.telemetry")
 LINGER_LIMIT: Final = 30.0
 """Seconds for which an endpoint outlives its run at most."""
 STOPPED_LINGER_LIMIT: Final = 20.0
-"""The same after a signal: whoever sent it (Kubernetes, Slurm) kills what is still there after some 30 seconds. Above the
-15 s between two scrapes, so that a Ctrl-C is not taken for a run that vanished."""
+"""The same after a signal: whoever sent it (Kubernetes, Slurm) kills what is still there after some 30 seconds. It is
+above the 15 s between two scrapes, so that a Ctrl-C is not taken for a run that vanished."""
 
 
 class Exporter:
