@@ -21,7 +21,7 @@ from distclip.plan.handshake import match
 
 PARAMETERS = 3000
 NAME_BYTES = 40
-HEADER_BYTES = 8 * (4 + 2 + 1)
+HEADER_BYTES = 8 * (7 + 2 + 1)
 
 
 def simulate(layout: str, ranks: int) -> Tensor:
