@@ -13,9 +13,7 @@ long tensor up to 20 %). Half precision is read as it is, into fp32 sums. How, i
 measured again by `distclip.measure.exact`, which counts; so is everything whose fp32 squares overflowed (|g| >
 1.8e19), and a bucket so small that squares lost in underflow could matter.
 
-**Any device.** On CPU the host looks at the sum and branches. On CUDA it must not wait: there `_foreach_norm`
-accumulates in fp64, where no fp32 number overflows or vanishes, and nan and inf are told apart for each tensor by its
-own norm. (Coalescing a sparse gradient waits by itself.)
+**Any device.** On CPU the host looks at the sum and branches. On CUDA it must not wait: see `distclip.measure.device`.
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ import torch
 from torch import Tensor
 
 from distclip.measure.cpu import measure_on_cpu
-from distclip.measure.exact import exact, flagged
-from distclip.measure.ranges import LONGEST, Layout, RangeCache, layouts
+from distclip.measure.device import combine, measure_on_device
+from distclip.measure.exact import exact
+from distclip.measure.ranges import Layout, RangeCache, layouts
 
 _layout_of = attrgetter("layout")
 
@@ -49,8 +48,8 @@ def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache 
         device among them.
 
         - amount: sum over finite elements of |g|^p for p < inf, largest finite |g| for p = inf.
-        - counts: of elements. On CUDA, where finding out must not wait for the device, of tensors or merged ranges
-          whose norm is nan or inf; the amount then leaves those out as a whole. Measure again after `zero_nonfinite_`
+        - counts: of elements. On CUDA, where finding out must not wait for the device, of gradients whose norm is nan
+          or inf; the amount then leaves those out as a whole. Measure again after `zero_nonfinite_`
           if the norm of the rest is wanted.
         - flag: 1.0 if finite elements give a sum that fp64 cannot hold (p > 4, or fp64 gradients). Agree on the largest
           `max_abs` over ranks, then use `scaled_power_sum`.
@@ -65,15 +64,18 @@ def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache 
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
+    work = _work(gradients, cache)
     found = [
         measure_on_cpu(layout, strided, others, norm_type)
+        for layout, strided, others in work
         if layout.device.type == "cpu"
-        else _on_device(layout, strided, others, norm_type)
-        for layout, strided, others in _work(gradients, cache)
     ]
+    for device in dict.fromkeys(layout.device for layout, _, _ in work if layout.device.type != "cpu"):
+        there = [gradient for gradient in gradients if gradient.device == device]
+        found.append(measure_on_device(there, norm_type)[0])
     if not found:
         return torch.zeros(4, dtype=torch.float64, device="cpu")
-    return found[0] if len(found) == 1 else _combine(found, norm_type)
+    return found[0] if len(found) == 1 else combine(_gather(found), norm_type)
 
 
 @torch.no_grad()
@@ -125,41 +127,3 @@ def _gather(found: list[Tensor]) -> list[Tensor]:
     """Bring results together on the first device that is not the CPU: its stream then orders what follows."""
     device = next((tensor.device for tensor in found if tensor.device.type != "cpu"), found[0].device)
     return [tensor.to(device, non_blocking=True) for tensor in found]
-
-
-def _combine(found: list[Tensor], norm_type: float) -> Tensor:
-    table = torch.stack(_gather(found))
-    amount = table[:, 0].amax() if math.isinf(norm_type) else table[:, 0].sum()
-    flag = torch.maximum(table[:, 3].amax(), amount.isinf().to(torch.float64))
-    return torch.stack((amount, table[:, 1].sum(), table[:, 2].sum(), flag))
-
-
-def _on_device(layout: Layout, gradients: Sequence[Tensor], others: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Measure on an accelerator; the host never waits.
-
-    fp64 accumulation of anything narrower neither overflows nor underflows for p <= 2 and p = inf.
-    """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    slow = list(others)
-    for values in layout.targets(gradients):
-        if norm_type not in (1.0, 2.0, math.inf) or values.dtype is torch.float64:
-            slow.append(values)
-        elif values.numel() <= LONGEST:
-            by_dtype.setdefault(values.dtype, []).append(values)
-        else:  # the kernel's scratch grows with the longest tensor times their number
-            by_dtype.setdefault(values.dtype, []).extend(torch.split(values.view(-1), LONGEST))
-    found = []
-    if by_dtype:
-        norms = torch.stack(
-            [norm for same in by_dtype.values() for norm in torch._foreach_norm(same, norm_type, dtype=torch.float64)]
-        )
-        is_nan, is_inf = norms.isnan(), norms.isinf()
-        norms = norms.masked_fill(is_nan | is_inf, 0.0)
-        amount = norms.amax() if math.isinf(norm_type) else norms.square().sum() if norm_type == 2.0 else norms.sum()
-        found.append(torch.stack((amount, is_nan.sum(), is_inf.sum(), torch.zeros_like(amount))))
-    if slow:
-        numel = sum(gradient.numel() for gradient in slow)
-        found.append(flagged(exact(slow, norm_type, layout.device), numel, norm_type))
-    if not found:
-        return torch.zeros(4, dtype=torch.float64, device=layout.device)
-    return found[0] if len(found) == 1 else _combine(found, norm_type)

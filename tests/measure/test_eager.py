@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distclip.measure import RangeCache, max_abs, measure, scaled_power_sum
-from distclip.measure.eager import _on_device
-from distclip.measure.ranges import layouts
+from distclip.measure.device import measure_on_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NORM_TYPES = (1.0, 2.0, 3.0, 0.5, 2.5, 6.0, math.inf)
@@ -138,14 +137,16 @@ def test_any_bucket_is_measured_as_long_doubles_say(gradients: list[Tensor], nor
 @settings(max_examples=150, deadline=None)
 def test_the_device_path_agrees_where_all_is_finite(gradients: list[Tensor], norm_type: float) -> None:
     # On CUDA this path runs; nothing in it depends on the device, so it can be checked here.
-    strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    for layout in layouts(strided):
-        found = _on_device(layout, strided, [strided[index] for index in layout.others], norm_type)
-        wanted = expected(strided, norm_type)
-        assert (found[1] > 0, found[2] > 0) == (wanted.nan > 0, wanted.inf > 0) or wanted.nan
-        if wanted.nan == wanted.inf == 0 and 1e-290 < wanted.amount < 1e308:
-            assert norm_error(found[0].item(), wanted.amount, norm_type) < 1e-12
-            assert found[3] == 0
+    found, each = measure_on_device(gradients, norm_type)
+    wanted = expected(gradients, norm_type)
+    assert (found[1] > 0, found[2] > 0) == (wanted.nan > 0, wanted.inf > 0) or wanted.nan
+    if wanted.nan == wanted.inf == 0 and 1e-290 < wanted.amount < 1e308:
+        assert norm_error(found[0].item(), wanted.amount, norm_type) < 1e-12
+        assert found[3] == 0
+    for gradient, mark in zip(gradients, each.tolist(), strict=True):
+        alone = expected([gradient], norm_type)
+        assert math.isnan(mark) == (alone.nan > 0)
+        assert math.isinf(mark) == (alone.inf > 0 and not alone.nan)
 
 
 @given(cuts=st.lists(st.integers(0, 200_000), max_size=8), norm_type=st.sampled_from((1.0, 2.0, 3.0, math.inf)))
