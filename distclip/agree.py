@@ -12,37 +12,55 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distclip.measure import max_abs, measure, scaled_power_sum
+from distclip.measure import max_abs, measure, measure_on_device, scaled_power_sum
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
 
-HEADER = 10
-REPLAN, PROBLEM, SCALE, SCALE_SQUARED, CONFIG, CONFIG_SQUARED, PRESENT, PRESENT_SHARE, ELEMENTS, GRADIENTS = range(
-    HEADER
-)
+HEADER = 11
+(
+    REPLAN,
+    PROBLEM,
+    SCALE,
+    SCALE_SQUARED,
+    CONFIG,
+    CONFIG_SQUARED,
+    PRESENT,
+    PRESENT_SHARE,
+    ELEMENTS,
+    GRADIENTS,
+    LATE,
+) = range(HEADER)
 
 ROW = 7
 OWNED, SHARED, NAN, INF, REPLICA_NAN, REPLICA_INF, UNREPRESENTABLE = range(ROW)
 
 
+Marks = Sequence[tuple[tuple[int, ...], Tensor]]
+"""Entries of the plan, and for each a number that is nan or inf where its gradient on this rank holds one: fp64."""
+
+
 @dataclass(frozen=True)
 class Packet:
-    """The packet after the sum over all ranks, read on the host where the protocol needs it."""
+    """The packet after the sum over all ranks. Tensors are float64 on the packet's device."""
 
-    header: list[float]
+    header: Tensor
+    """[HEADER]"""
     rows: Tensor
-    """float64 [param groups, ROW] on the packet's device."""
+    """[param groups, ROW]"""
     local_rows: Tensor
     """This rank's rows before the sum."""
     local_norm: Tensor
-    """Norm of the finite elements that this rank holds, float64 []."""
+    """Norm of the finite elements that this rank holds, []."""
     wait_seconds: float
+    marks: Marks
+    """Of a late packet, to name culprits by when the gradients are gone; else empty."""
 
 
 def exchange(
@@ -56,15 +74,18 @@ def exchange(
     scale: float | Tensor,
     config: int,
     problem: bool,
+    late: bool,
 ) -> Packet:
     """Measure the local gradients and sum the packet over all ranks: the one collective of an ordinary step.
 
-    Without a plan (not made yet, or not for this source) the rank asks for a new one and contributes nothing.
+    Without a plan (not made yet, or not for this source) the rank asks for a new one and contributes nothing. `late`
+    says that this rank is not going to read the sum before it steps.
     """
     local = torch.zeros(HEADER + groups * ROW, dtype=torch.float64, device=device)
     header = [0.0] * HEADER
     header[REPLAN] = float(gradients is None or gradients.stale)
     header[PROBLEM] = float(problem)
+    header[LATE] = float(late)
     header[CONFIG] = float(config)
     header[CONFIG_SQUARED] = float(config) ** 2
     usable = gradients if gradients is not None and not gradients.stale and not problem else None
@@ -77,26 +98,35 @@ def exchange(
     local[SCALE] = scale
     local[SCALE_SQUARED] = local[SCALE] ** 2
     rows = local[HEADER:].view(groups, ROW)
-    amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type)
+    marks: list[tuple[tuple[int, ...], Tensor]] | None = [] if late else None
+    amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type, marks)
     local_rows = rows if group is None else rows.clone()
     started = time.perf_counter()
     if group is not None:
         # over all ranks of the run, whatever the layouts: owners contribute, so every element counts once
         dist.all_reduce(local, group=group)
     waited = time.perf_counter() - started
-    # The one host read of a step (free on CPU): whether a rank asked to plan again or has something to tell must be
-    # known before anything is written.
-    return Packet(local[:HEADER].tolist(), rows, local_rows, _total(amounts, norm_type, device), waited)
+    return Packet(local[:HEADER], rows, local_rows, _total(amounts, norm_type, device), waited, marks or ())
 
 
-def _fill(rows: Tensor, plan: Plan, gradients: Gradients, norm_type: float) -> list[Tensor]:
-    """Add this rank's part to `rows`; return the amounts of all its buckets, replicas too."""
+def _fill(
+    rows: Tensor,
+    plan: Plan,
+    gradients: Gradients,
+    norm_type: float,
+    marks: list[tuple[tuple[int, ...], Tensor]] | None,
+) -> list[Tensor]:
+    """Add this rank's part to `rows`, and each gradient's to `marks` if wanted; return the amounts of all buckets."""
     amounts = []
     for bucket in plan.buckets:
         tensors = gradients.measurable(bucket.entries)
         if not tensors:
             continue
-        stats = measure(tensors, norm_type, cache=bucket.cache).to(rows.device, non_blocking=True)
+        if marks is None:
+            stats = measure(tensors, norm_type, cache=bucket.cache).to(rows.device, non_blocking=True)
+        else:
+            stats, each = measure_on_device(tensors, norm_type)
+            marks.append((tuple(index for index in bucket.entries if gradients.local[index] is not None), each))
         row = rows[bucket.param_group]
         if not math.isinf(norm_type):
             row[SHARED] += stats[0] / bucket.holders
@@ -115,7 +145,7 @@ def _total(amounts: list[Tensor], norm_type: float, device: torch.device) -> Ten
     if not amounts:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack(amounts)
-    return stacked.amax() if math.isinf(norm_type) else _root(stacked.sum(), norm_type)
+    return stacked.amax() if math.isinf(norm_type) else power_root(stacked.sum(), norm_type)
 
 
 def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float) -> Tensor:
@@ -131,7 +161,7 @@ def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
         return maxima
     if not bool(packet.rows[:, UNREPRESENTABLE].any()):
-        return _root(packet.rows[:, OWNED], norm_type)
+        return power_root(packet.rows[:, OWNED], norm_type)
     maxima = torch.zeros(len(plan.param_groups), dtype=torch.float64, device=plan.device)
     for bucket in plan.buckets:
         here = max_abs(gradients.measurable(bucket.entries)).to(plan.device)
@@ -147,8 +177,9 @@ def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float)
     if plan.group is not None:
         # over all ranks, owners only, like the packet
         dist.all_reduce(sums, group=plan.group)
-    return maxima * _root(sums, norm_type)
+    return maxima * power_root(sums, norm_type)
 
 
-def _root(sums: Tensor, norm_type: float) -> Tensor:
+def power_root(sums: Tensor, norm_type: float) -> Tensor:
+    """The norm that belongs to a sum of powers."""
     return sums.sqrt() if norm_type == 2.0 else sums.pow(1.0 / norm_type)

@@ -5,7 +5,7 @@ torch's scaler decides per rank and per optimizer whether to step. distclip meas
 `step()` and `update()` then come to the same result on every rank. One `ScalerLink` stands between a clipper and its
 scaler and sees to it that gradients are unscaled exactly once, whatever was called before and in which order.
 
-Private names, all in this file: `_scale` and `_per_optimizer_states` of `torch.amp.GradScaler`
+Private names, all in this file: `_scale`, `_growth_tracker` and `_per_optimizer_states` of `torch.amp.GradScaler`
 (torch/amp/grad_scaler.py, torch 2.3 to 2.13; FSDP1's `ShardedGradScaler` inherits them) and its `OptState`.
 `check_scaler` fails loudly where one is gone.
 """
@@ -36,7 +36,7 @@ def check_scaler(scaler: Any) -> GradScaler | None:
         raise ConfigError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
     if not scaler.is_enabled():
         return None
-    for name in ("_scale", "_per_optimizer_states"):
+    for name in ("_scale", "_growth_tracker", "_per_optimizer_states"):
         if not hasattr(scaler, name):
             raise ConfigError(
                 f"torch {torch.__version__}: GradScaler has no {name}, which distclip needs to bring all ranks to one "
@@ -139,18 +139,34 @@ class ScalerLink:
                             return local_of(parameter.grad)
         return None
 
-    def finish(self, learned: bool) -> None:
+    @property
+    def alone(self) -> bool:
+        """Whether no other clipper uses this scaler."""
+        return len(_links[self.scaler]) == 1
+
+    def finish(self, learned: bool | Tensor) -> None:
         """This clipper's optimizers have stepped or skipped; the last link of the scaler to come here updates it.
 
-        `learned` is False where there was no gradient at all, so that nothing is known about the scale.
+        `learned` is False where there was no gradient at all, so that nothing is known about the scale. A bool tensor
+        (of a link that is alone) is not waited for: the device takes the update back where it is false.
         """
         self._stepped = True
+        if learned is False:
+            # A found_inf of 0 would count as a good step, and make the scale grow.
+            for optimizer in self._optimizers:
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)
         links = list(_links[self.scaler])
         if not all(link._stepped for link in links):
             return
         for link in links:
             link._stepped = False
-        if learned or any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
+        if isinstance(learned, Tensor):
+            kept = [state for state in (self.scaler._scale, self.scaler._growth_tracker) if state is not None]
+            before = [state.clone() for state in kept]
+            self.scaler.update()
+            for state, old in zip(kept, before, strict=True):
+                state.copy_(torch.where(learned, state, old))
+        elif any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
             self.scaler.update()
 
 

@@ -16,6 +16,8 @@ from torch.autograd.graph import increment_version
 
 from distclip.measure.ranges import RangeCache, layouts
 from distclip.measure.values import blocks, writable
+from distclip.plan.gradients import Gradients
+from distclip.plan.plan import Plan
 
 _SMALLEST = 2.0**-100
 _STEP = 2.0**-64  # a power of two: multiplying by it is exact
@@ -97,6 +99,31 @@ def clamp_(gradients: Sequence[Tensor], bound: float) -> None:
     """
     for gradient in gradients:
         writable(gradient).clamp_(-bound, bound)
+
+
+@torch.no_grad()
+def scale_all_(plan: Plan, gradients: Gradients, factors: Tensor, without: frozenset[int] = frozenset()) -> None:
+    """Multiply the gradients of a plan by the factors of their param groups, fp64 [param groups], in place.
+
+    Entries in `without` are left alone. Factors on an accelerator are not waited for.
+    """
+    if len(without) == len(plan.entries):
+        return
+    for bucket in plan.buckets:
+        factor = factors[bucket.param_group]
+        cache = None if without else gradients.cache_of(bucket)
+        scale_(gradients.of(bucket, without), factor if factor.device.type != "cpu" else float(factor), cache=cache)
+
+
+@torch.no_grad()
+def zero_all_nonfinite_(gradients: Gradients) -> None:
+    """Set the elements of a plan's gradients that are nan or infinite to 0, in place."""
+    zero_nonfinite_([gradient for gradient in gradients.local if gradient is not None])
+    for index, total in gradients.summed.items():
+        # an addend here can be finite where that of another rank is not
+        addend = gradients.local[index]
+        if addend is not None:
+            addend.masked_fill_(~total.view(addend.shape).isfinite(), 0.0)
 
 
 def _groups(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[tuple[torch.dtype, bool, list[Tensor]]]:

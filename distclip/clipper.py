@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distclip import amp
-from distclip.apply import scale_, zero_nonfinite_
+from distclip.apply import scale_all_, zero_all_nonfinite_
 from distclip.arguments import (
     NonfiniteMode,
     check_count,
@@ -34,6 +34,7 @@ from distclip.culprits import describe, find_culprits
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError, for_all_ranks
 from distclip.fold import folded
 from distclip.integrations import is_deepspeed_engine
+from distclip.late import Gate, LateFolds, LateStep, Pending, late_folds, take_step
 from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
 from distclip.plan.build import build_plan
 from distclip.plan.collectives import GroupReference, resolve
@@ -43,8 +44,8 @@ from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, tensors_of
 from distclip.plan.structure import Structure
 from distclip.policy import Decision, decide_fixed
-from distclip.report import GroupReport, StepReport
-from distclip.reporter import Outcome, Reporter
+from distclip.report import GroupReport, SkipReason, StepReport, Verdict
+from distclip.reporter import Reporter
 from distclip.survey import Survey, survey
 from distclip.telemetry.record import Culprit, Sink
 from distclip.telemetry.sinks import auto_sink
@@ -149,6 +150,8 @@ class GradientClipper:
         self._link = None if self._scaler is None else amp.ScalerLink(self._scaler, self._optimizers)
         self._reporter.open(self.plan)
         self._folding: tuple[Plan, FoldPlan] | None = None
+        self._pending = Pending(self._reporter)
+        weakref.finalize(self, self._pending.flush)
         self._followers: list[Callable[[], object]] = []
         self._steps = 0
         self._skips = 0
@@ -178,8 +181,10 @@ class GradientClipper:
 
     def measure(self) -> StepReport:
         """Measure and agree only: nothing is written, and it is not counted or reported as a step."""
-        found, multiplier = self._survey(1.0, step=False)
-        return self._report(found, self._decide(found, multiplier), multiplier)
+        self._catch_up()
+        found, multiplier, scale = self._survey(1.0, step=False, late=False)
+        decision = self._decide(found, multiplier)
+        return self._report(found, decision, scale, self._judge(found, decision))
 
     def after_step(self, *followers: Any) -> None:
         """Call these after every step that really ran, in this order: what must not advance on a skip.
@@ -206,10 +211,13 @@ class GradientClipper:
 
     def state_dict(self) -> dict[str, int]:
         """What must survive a restart: the count of steps and of nonfinite skips in a row."""
-        return {"steps": self._steps, "consecutive_skips": self._skips}
+        skips, last = self._skips, self._pending.step
+        if last is not None:  # no rank need be asked for its verdict, so one rank alone may save
+            skips = skips + 1 if last.report.skip_reason == "nonfinite" else 0
+        return {"steps": self._steps, "consecutive_skips": skips}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take up a state that was saved on any number of ranks.
+        """Take up a state that was saved on any number of ranks. Call it on every rank.
 
         Raises:
             ConfigError: something that `state_dict()` returns is missing.
@@ -220,6 +228,7 @@ class GradientClipper:
                 f"the state lacks {' and '.join(missing)}: give load_state_dict() what state_dict() of a "
                 "GradientClipper returned"
             )
+        self._catch_up()
         self._steps, self._skips = int(state["steps"]), int(state["consecutive_skips"])
 
     def __reduce__(self) -> NoReturn:
@@ -230,30 +239,66 @@ class GradientClipper:
 
     @torch.no_grad()
     def _run(self, grad_multiplier: float, *, step: bool, loss: float | Tensor | None) -> StepReport:
+        self._catch_up()
         started = time.perf_counter()
-        found, multiplier = self._survey(grad_multiplier, step)
+        late = self._late_folds() if step else None
+        found, multiplier, scale = self._survey(grad_multiplier, step, late is not None)
         decision = self._decide(found, multiplier)
-        nonfinite = bool(decision.nonfinite)
-        culprits = find_culprits(found.plan, found.gradients) if nonfinite else ()
-        report = self._report(found, decision, multiplier)
-        folds = self._apply(found, decision, multiplier, step and report.should_step)
+        gate = Gate(found, decision) if found.facts is None else None
+        report = self._report(found, decision, scale, gate.verdict if gate else self._judge(found, decision))
+        culprits = find_culprits(found.plan, found.gradients) if gate is None and report.nonfinite else ()
         self._steps = report.step
-        self._bad_gradients = nonfinite and self._nonfinite != "zero"
-        clip_seconds = time.perf_counter() - started
-        if step:
-            self._commit(report, folds)
-        if self._link is not None and report.should_step:
-            self._link.mark_unscaled()
-        self._skips = self._skips + 1 if report.skip_reason == "nonfinite" else 0
-        self._reporter.record(
+        if found.unread:
+            assert late is not None
+            assert gate is not None
+            clip_seconds = time.perf_counter() - started
+            self._bad_gradients = False  # the gate lets none through
+            report.was_stepped()
+            take_step(self._optimizers, late, decision.coefficients * multiplier, gate, self._link, found.plan.device)
+        else:
+            folds = self._apply(found, decision, multiplier, report, step and report.should_step)
+            clip_seconds = time.perf_counter() - started
+            self._bad_gradients = report.nonfinite and self._nonfinite != "zero"
+            if step:
+                self._commit(report, folds)
+            if self._link is not None and report.should_step:
+                self._link.mark_unscaled()
+        draft = self._reporter.draft(
             found,
-            Outcome(report, self._max_norm, multiplier, culprits, self._learning_rate(), loss, clip_seconds),
+            report,
+            limit=self._max_norm,
+            factor=multiplier,
+            learning_rate=self._learning_rate(),
+            loss=loss,
+            clip_seconds=clip_seconds,
         )
-        self._raise_if_bad(report, culprits)
+        if gate is not None:
+            self._pending.step = LateStep(found.plan, found.statement, found.packet, gate, report, draft)
+        else:
+            assert found.facts is not None
+            self._reporter.record(draft, report, found.facts, culprits)
+            self._count_skip(report, culprits)
         return report
 
-    def _survey(self, grad_multiplier: float, step: bool) -> tuple[Survey, float | Tensor]:
-        """Measure and agree; also return what unscales a norm: grad_multiplier / (scale that backward used)."""
+    def _catch_up(self) -> None:
+        """Do what the last step left for later, if it did; collective then."""
+        late = self._pending.take()
+        if late is not None:
+            self.plan, culprits = late.follow(self._make_plan, self._reporter)
+            self._count_skip(late.report, culprits)
+
+    def _late_folds(self) -> LateFolds | None:
+        """How the device can take this step by itself; None where the host must know of it in time."""
+        if self._nonfinite != "skip" or self._fold == "never" or self._followers or not self._optimizers:
+            return None
+        limited = [index for index, name in enumerate(self.plan.param_groups) if name in self._limits]
+        return late_folds(self.plan, self._fold_plan(self.plan), limited, self._norm_type, self._link)
+
+    def _survey(
+        self, grad_multiplier: float, step: bool, late: bool
+    ) -> tuple[Survey, float | Tensor, float | Tensor | None]:
+        """Measure and agree; also return what unscales a norm, grad_multiplier / scale, and the scale itself: the one
+        that backward used, None without a scaler."""
         problem: Exception | None = None
         scale: float | Tensor = 1.0
         try:
@@ -264,6 +309,9 @@ class GradientClipper:
                 scale = self._link.scale_to_undo()
         except (DistclipError, TypeError) as error:
             problem = error
+        if isinstance(scale, Tensor):
+            # On CPU a host read is free; on CUDA the factor stays on the device, as a copy that update() leaves alone.
+            scale = float(scale) if scale.device.type == "cpu" else scale.double()
         found = survey(
             self.plan,
             self._make_plan,
@@ -278,12 +326,10 @@ class GradientClipper:
             scale=scale,
             problem=problem,
             outdated=self._is_outdated,
+            late=late,
         )
         self.plan = found.plan
-        if isinstance(scale, Tensor):
-            # On CPU a host read is free; on CUDA the factor stays on the device.
-            scale = float(scale) if scale.device.type == "cpu" else scale.double()
-        return found, grad_multiplier / scale
+        return found, grad_multiplier / scale, None if self._link is None else scale
 
     def _decide(self, found: Survey, multiplier: float | Tensor) -> Decision:
         return decide_fixed(
@@ -298,44 +344,29 @@ class GradientClipper:
         )
 
     def _apply(
-        self, found: Survey, decision: Decision, multiplier: float | Tensor, stepping: bool
+        self, found: Survey, decision: Decision, multiplier: float | Tensor, report: StepReport, stepping: bool
     ) -> dict[torch.optim.Optimizer, float]:
         """Multiply by coefficient * multiplier, in one pass, unless the step is to be skipped; tell the scaler.
 
         Returns the factors that are left to fused optimizers: their gradients are not touched here.
         """
-        gradients = found.gradients
-        nonfinite = bool(decision.nonfinite)
-        if nonfinite and self._nonfinite == "zero":
-            zero_nonfinite_([gradient for gradient in gradients.local if gradient is not None])
-            for index, total in gradients.summed.items():
-                # an addend here can be finite where that of another rank is not
-                addend = gradients.local[index]
-                if addend is not None:
-                    addend.masked_fill_(~total.view(addend.shape).isfinite(), 0.0)
+        if report.nonfinite and self._nonfinite == "zero":
+            zero_all_nonfinite_(found.gradients)
         folds: dict[torch.optim.Optimizer, float] = {}
-        if not (nonfinite and self._nonfinite in ("skip", "raise")):
+        if report.skip_reason not in ("nonfinite", "undecided"):
             factors = decision.coefficients * multiplier
             done: frozenset[int] = frozenset()
             if stepping and self._fold != "never":
                 # An optimizer is about to be called or not, which the host must know, so it may as well read these.
                 folds, done = self._fold_plan(found.plan).choose(factors.tolist())
-            if len(done) < len(found.plan.entries):
-                for bucket in found.plan.buckets:
-                    factor = factors[bucket.param_group]
-                    scale_(
-                        gradients.of(bucket, done),
-                        factor if factor.device.type == "cuda" else float(factor),
-                        cache=None if done else gradients.cache_of(bucket),
-                    )
+            scale_all_(found.plan, found.gradients, factors, done)
         if self._link is not None:
-            found_inf = decision.nonfinite if self._nonfinite != "zero" else torch.zeros_like(decision.nonfinite)
-            self._link.record(found_inf, found.plan.device)
+            self._link.record(torch.tensor(report.nonfinite and self._nonfinite != "zero"), found.plan.device)
         return folds
 
     def _commit(self, report: StepReport, folds: dict[torch.optim.Optimizer, float]) -> None:
         """Run all optimizers or none, then update the scale once."""
-        report.stepped = report.should_step
+        report.was_stepped(report.should_step)
         if report.should_step:
             for optimizer in self._optimizers:
                 with folded(optimizer, folds[optimizer]) if optimizer in folds else contextlib.nullcontext():
@@ -346,30 +377,49 @@ class GradientClipper:
             for follower in self._followers:
                 follower()
         if self._link is not None:
-            # Without any gradient nothing was learned about the scale: it stays.
-            self._link.finish(learned=report.skip_reason != "no_gradients")
+            # Without any gradient, or without a measurement, nothing was learned about the scale: it stays.
+            self._link.finish(learned=report.skip_reason not in ("no_gradients", "undecided"))
 
-    def _report(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> StepReport:
+    def _judge(self, found: Survey, decision: Decision) -> Callable[[], Verdict]:
+        """What gives the verdict on a step that is not late."""
+        assert found.facts is not None
+        any_gradient, stops = found.facts.any_gradient, self._nonfinite in ("skip", "raise")
+
+        def judge() -> Verdict:
+            nonfinite = bool(decision.nonfinite)
+            bad: SkipReason | None = "nonfinite" if nonfinite and stops else None
+            return Verdict(nonfinite, bad if any_gradient else "no_gradients")
+
+        return judge
+
+    def _report(
+        self, found: Survey, decision: Decision, scale: float | Tensor | None, judge: Callable[[], Verdict]
+    ) -> StepReport:
         return StepReport(
             step=self._steps + 1,
             total_norm=decision.total_norm,
             clip_coefficient=decision.coefficients[-1],
             clipped=decision.clipped,
-            loss_scale=None if self._scaler is None else torch.as_tensor(1.0 / multiplier),
+            loss_scale=None if scale is None else torch.as_tensor(scale, dtype=torch.float64),
             param_groups={
                 name: GroupReport(
                     decision.norms[index], decision.coefficients[index], found.nan[index], found.inf[index]
                 )
                 for index, name in enumerate(found.plan.param_groups)
             },
-            _nonfinite=decision.nonfinite,
-            _steps_anyway=self._nonfinite in ("zero", "propagate"),
-            _no_gradients=not found.any_gradient,
+            _judge=judge,
         )
 
-    def _raise_if_bad(self, report: StepReport, culprits: tuple[Culprit, ...]) -> None:
+    def _count_skip(self, report: StepReport, culprits: tuple[Culprit, ...]) -> None:
+        """Count nonfinite skips in a row.
+
+        Raises:
+            NonfiniteGradientError: they are too many, or one is with nonfinite="raise".
+        """
         if report.skip_reason != "nonfinite":
+            self._skips = 0
             return
+        self._skips += 1
         where = describe(culprits)
         if self._nonfinite == "raise":
             raise NonfiniteGradientError(f"step {report.step}: gradients are not finite: {where}")
@@ -384,10 +434,8 @@ class GradientClipper:
             self._folding = plan, FoldPlan(plan, self._optimizers)
         return self._folding[1]
 
-    def _learning_rate(self) -> float | None:
-        if not self._optimizers or not self._reporter.active:
-            return None
-        return float(self._optimizers[0].param_groups[0]["lr"])
+    def _learning_rate(self) -> float | Tensor | None:
+        return self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
 
     def _count_optimized(self) -> int:
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)

@@ -6,8 +6,10 @@ path: an ordinary step never comes here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+from distclip.agree import Marks
 from distclip.measure import count_nonfinite
 from distclip.plan.collectives import broadcast_object, gather_integers
 from distclip.plan.gradients import Gradients
@@ -23,14 +25,35 @@ def find_culprits(plan: Plan, gradients: Gradients) -> tuple[Culprit, ...]:
 
     A replicated gradient is named on its owner; on another holder only if no owner of anything found a bad element.
     """
+    found: dict[int, tuple[int, int]] = {}
+    for index in range(len(plan.entries)):
+        for gradient in gradients.measurable((index,)):
+            found[index] = count_nonfinite(gradient)
+    return _exchange(plan, found)
+
+
+def find_marked(plan: Plan, marks: Marks) -> tuple[Culprit, ...]:
+    """As `find_culprits`, from what a late packet keeps of each gradient when the gradients are gone.
+
+    Which it was is known then, but not how many elements: counts are None where there are some.
+    """
+    found: dict[int, tuple[int | None, int | None]] = {}
+    for indices, each in marks:
+        for index, value in zip(indices, each.tolist(), strict=True):
+            if not math.isfinite(value):
+                found[index] = (None, 0) if math.isnan(value) else (0, None)
+    return _exchange(plan, found)
+
+
+def _exchange(plan: Plan, found: Mapping[int, tuple[int | None, int | None]]) -> tuple[Culprit, ...]:
+    """Collective. `found`: entry -> its elements on this rank that are nan, and that are inf."""
     owned: list[Culprit] = []
     copies: list[Culprit] = []
-    for index, entry in enumerate(plan.entries):
-        for gradient in gradients.measurable((index,)):
-            nan, inf = count_nonfinite(gradient)
-            if not nan + inf:
-                continue
-            (owned if entry.owned_by(plan.rank) else copies).append(Culprit(plan.rank, entry.name, nan, inf))
+    for index, (nan, inf) in sorted(found.items()):
+        if nan == inf == 0:
+            continue
+        entry = plan.entries[index]
+        (owned if entry.owned_by(plan.rank) else copies).append(Culprit(plan.rank, entry.name, nan, inf))
     table = gather_integers([len(owned), len(copies)], plan.group)
     column = 0 if bool(table[:, 0].any()) else 1
     mine = (owned, copies)[column]
@@ -46,6 +69,7 @@ def describe(culprits: Sequence[Culprit]) -> str:
     """One clause per culprit, for errors and logs."""
     clauses = []
     for culprit in culprits:
-        counts = [f"{count} {word}" for count, word in ((culprit.nan, "nan"), (culprit.inf, "inf")) if count]
+        kinds = ((culprit.nan, "nan"), (culprit.inf, "inf"))
+        counts = [word if count is None else f"{count} {word}" for count, word in kinds if count != 0]
         clauses.append(f"rank {culprit.rank}: {culprit.parameter!r} has {' and '.join(counts)}")
     return "; ".join(clauses) or "no parameter could be named"

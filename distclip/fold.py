@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 SMALLEST = 2.0**-100
@@ -41,8 +42,11 @@ def foldable(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 @contextlib.contextmanager
-def folded(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+def folded(optimizer: torch.optim.Optimizer, factor: float | Tensor, *, closed: Tensor | None = None) -> Iterator[None]:
     """Within the block, `optimizer.step()` uses its gradients multiplied by `factor` (not 0, at least 2^-100).
+
+    With `closed`, a bool [], the kernels look at it themselves: where it is true nothing is written, Adam's step count
+    included. Neither is waited for if it lies on the device; a factor there that is below 2^-128 counts as 2^-128.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -52,12 +56,39 @@ def folded(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
         ...     optimizer.step()
         >>> weight.item(), weight.grad.item()
         (-0.25, 0.25)
+        >>> with folded(optimizer, 0.25, closed=torch.tensor(True)):
+        ...     optimizer.step()
+        >>> weight.item()
+        -0.25
     """
-    device = optimizer.param_groups[0]["params"][0].device
-    optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    divisor = (1.0 / torch.as_tensor(factor, dtype=torch.float64)).clamp(max=torch.finfo(torch.float32).max).to(device)
+    attributes = {"grad_scale": divisor.to(torch.float32)}
+    if closed is not None:
+        attributes["found_inf"] = closed.to(device, torch.float32)  # exactly 0 or 1: the kernels test == 1
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
     try:
         yield
     finally:
-        # GradScaler.step() deletes it too
-        if hasattr(optimizer, "grad_scale"):
-            del optimizer.grad_scale
+        for name in attributes:
+            # GradScaler.step() deletes them too
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
+
+
+def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every parameter with a gradient has the momentum that its step will use.
+
+    Fused SGD makes the buffer in its first step and leaves it uninitialised when `found_inf` is set there: that step
+    must be known to be good.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    return all(
+        optimizer.state[parameter].get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distclip.apply import clamp_, scale_
+from distclip.apply import clamp_, scale_all_
 from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
@@ -32,8 +32,8 @@ from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, modules_of, tensors_of, walk
 from distclip.policy import decide_fixed
-from distclip.report import GroupReport, StepReport
-from distclip.reporter import Outcome, Reporter
+from distclip.report import GroupReport, StepReport, Verdict
+from distclip.reporter import Reporter
 from distclip.survey import Survey, survey
 from distclip.telemetry.sinks import auto_sink
 
@@ -271,11 +271,10 @@ def _finish(
     decision = decide_fixed(found.norms, found.nan, found.inf, [None], limit, p)
     culprits = find_culprits(found.plan, found.gradients) if decision.nonfinite else ()
     if limit is not None and not decision.nonfinite:
-        factor = decision.coefficients[0]
-        on_host = factor if factor.device.type == "cuda" else float(factor)
-        for bucket in found.plan.buckets:
-            scale_(found.gradients.of(bucket), on_host, cache=found.gradients.cache_of(bucket))
+        scale_all_(found.plan, found.gradients, decision.coefficients)
     calls.steps += 1
+    assert found.facts is not None  # a call is never late
+    verdict = Verdict(bool(decision.nonfinite), None if found.facts.any_gradient else "no_gradients")
     report = StepReport(
         step=calls.steps,
         total_norm=decision.total_norm,
@@ -283,13 +282,20 @@ def _finish(
         clipped=decision.clipped,
         loss_scale=None,
         param_groups={"default": GroupReport(decision.norms[0], decision.coefficients[0], found.nan[0], found.inf[0])},
-        _nonfinite=decision.nonfinite,
-        _steps_anyway=True,
-        _no_gradients=not found.any_gradient,
+        _judge=lambda: verdict,
     )
     if calls.reporter is None:
         calls.reporter = Reporter(auto_sink(), "fixed", "propagate", p, has_optimizer=False)
-    calls.reporter.record(found, Outcome(report, limit, 1.0, culprits, None, None, time.perf_counter() - started))
+    draft = calls.reporter.draft(
+        found,
+        report,
+        limit=limit,
+        factor=1.0,
+        learning_rate=None,
+        loss=None,
+        clip_seconds=time.perf_counter() - started,
+    )
+    calls.reporter.record(draft, report, found.facts, culprits)
     if error_if_nonfinite and decision.nonfinite:
         raise NonfiniteGradientError(
             f"the total norm of the gradients is {float(decision.total_norm)}: {describe(culprits)}"

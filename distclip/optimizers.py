@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,22 @@ class FoldPlan:
             if foldable(optimizer) is None and -1 not in indices and not plan.reductions:
                 self._entries[optimizer] = frozenset(indices)
                 self._groups[optimizer] = frozenset(plan.entries[index].param_group for index in indices)
+        every = len(self._entries) == len(optimizers) > 0
+        here = all(parameter.device == plan.device for each in self._entries for parameter in parameters_of(each))
+        others = {*range(len(plan.parameters))}.difference(*self._entries.values())
+        self._others = [plan.parameters[index] for index in sorted(others)] if every and here else None
+
+    def for_all(self, limited: Collection[int]) -> dict[torch.optim.Optimizer, int] | None:
+        """Optimizer -> a param group whose factor is that of all its parameters, if every gradient can be left to them.
+
+        `limited` are the param groups with a limit of their own. None where something must be multiplied, or lies on
+        another device than the packet.
+        """
+        if self._others is None or any(parameter.grad is not None for parameter in self._others):
+            return None
+        if any(len(groups) > 1 and groups.intersection(limited) for groups in self._groups.values()):
+            return None
+        return {optimizer: min(groups) for optimizer, groups in self._groups.items() if groups}
 
     def choose(self, factors: Sequence[float]) -> tuple[dict[torch.optim.Optimizer, float], frozenset[int]]:
         """Optimizer -> factor for those that fold, and the entries that need no multiplication then.

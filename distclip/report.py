@@ -1,20 +1,33 @@
 """What a step came to: `StepReport`, for the caller.
 
 Numbers are 0-d tensors that stay on the device until somebody reads them. The questions a loop asks (`should_step`,
-`stepped`, `nonfinite`, `skip_reason`) are plain Python values; the first one asked waits once for the device.
+`stepped`, `nonfinite`, `skip_reason`) are plain Python values: a `Verdict`, for which the first one asked waits once if
+the host does not have it yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
 
-SkipReason = Literal["nonfinite", "no_gradients", "accumulating", "policy"]
-"""Why a step must not or did not run. "accumulating": more micro-batches are to come, nothing was measured; "policy":
-somebody else skipped a step that was finite, such as DeepSpeed."""
+SkipReason = Literal["nonfinite", "no_gradients", "accumulating", "undecided", "policy"]
+"""Why a step must not or did not run. "accumulating": more micro-batches are to come, nothing was measured;
+"undecided": a rank needed a new plan or had an error to tell, and no rank waited to hear of it in this step (see
+`distclip.late`); "policy": somebody else skipped a step that was finite, such as DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the host must know about a step."""
+
+    nonfinite: bool
+    """Whether any gradient anywhere held nan or inf."""
+    skip_reason: SkipReason | None
+    """Why the optimizer must not run, or None if it may."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +85,9 @@ class StepReport:
     loss_scale: Tensor | None
     """The scale that backward used, where a scaler is in use."""
     param_groups: Mapping[str, GroupReport]
-    stepped: bool | None = None
-    """Whether the optimizer ran; None until a step ran."""
-    _nonfinite: Tensor | None = None
-    _steps_anyway: bool = False
-    """Whether a nonfinite gradient does not stop the step (nonfinite="zero" and "propagate")."""
-    _no_gradients: bool = False
-    _other_reason: SkipReason | None = None
-    """A reason that the gradients do not show."""
-    _read: bool | None = field(default=None, repr=False)
+    _judge: Callable[[], Verdict] = field(repr=False)
+    """Gives the verdict; may wait for the device."""
+    _stepped: bool | Literal["as decided"] | None = None
 
     @classmethod
     def accumulating(cls, step: int) -> StepReport:
@@ -88,36 +95,47 @@ class StepReport:
         # The fields promise tensors, so that a loop that steps each time need not ask; one that accumulates asks
         # skip_reason or stepped first.
         nothing: Any = None
-        return cls(step, nothing, nothing, nothing, None, {}, _other_reason="accumulating", _read=False)
+        return cls(step, nothing, nothing, nothing, None, {}, lambda: Verdict(False, "accumulating"))
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What the host must know, read once."""
+        return self._judge()
 
     @property
     def nonfinite(self) -> bool:
         """Whether any gradient anywhere held nan or inf."""
-        if self._read is None:
-            self._read = bool(self._nonfinite)
-        return self._read
+        return self.verdict.nonfinite
 
     @property
     def should_step(self) -> bool:
         """Whether the optimizer may step: the same on every rank. Ask it after `clip_()`."""
-        if self._no_gradients or self._other_reason is not None:
-            return False
-        return self._steps_anyway or not self.nonfinite
+        return self.verdict.skip_reason is None
 
     @property
     def skip_reason(self) -> SkipReason | None:
         """Why the step must not run, or None if it may."""
-        if self._no_gradients or self._other_reason is not None:
-            return self._other_reason or "no_gradients"
-        return None if self.should_step else "nonfinite"
+        return self.verdict.skip_reason
+
+    @property
+    def stepped(self) -> bool | None:
+        """Whether the optimizer ran; None until a step ran."""
+        if self._stepped == "as decided":
+            self._stepped = self.should_step
+        return self._stepped
+
+    def was_stepped(self, ran: bool | None = None) -> None:
+        """Say that a step was due and whether it ran; None: as decided, which is looked up when somebody asks."""
+        self._stepped = "as decided" if ran is None else ran
 
     def host(self) -> HostReport:
-        """All of it as plain numbers; waits once for the device."""
+        """All of it as plain numbers; waits for the device."""
+        accumulating = self.skip_reason == "accumulating"
         return HostReport(
             step=self.step,
-            total_norm=None if self._other_reason == "accumulating" else float(self.total_norm),
-            clip_coefficient=None if self._other_reason == "accumulating" else float(self.clip_coefficient),
-            clipped=None if self._other_reason == "accumulating" else bool(self.clipped),
+            total_norm=None if accumulating else float(self.total_norm),
+            clip_coefficient=None if accumulating else float(self.clip_coefficient),
+            clipped=None if accumulating else bool(self.clipped),
             nonfinite=self.nonfinite,
             should_step=self.should_step,
             stepped=self.stepped,

@@ -1,5 +1,8 @@
 """From a step on the device to telemetry: the one place where the clipper's numbers become a `StepRecord`.
 
+A `Draft` is made when the step is; its numbers travel to the host together, and it is finished when somebody has read
+what the step came to: at once, or one step later (`distclip.late`).
+
 The sink comes from the environment (`DISTCLIP_SPOOL`, `DISTCLIP_EVENTS`, `DISTCLIP_STEP_LOG`); with none of these set
 there is no telemetry and no cost. Every clipper has one of its own; they share the process's file and logs.
 """
@@ -11,17 +14,17 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distclip.errors import ConfigError
+from distclip.hostcopy import HostCopy
 from distclip.plan.plan import Plan
 from distclip.report import StepReport
-from distclip.survey import Survey
+from distclip.survey import Facts, Survey
 from distclip.telemetry.record import Culprit, RunInfo, Sink, StepRecord
 from distclip.telemetry.sinks import auto_sink
 
@@ -56,18 +59,28 @@ def phase(name: Phase) -> Iterator[None]:
             sink.phase(outer)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step came to besides the survey, for the record."""
+class Draft:
+    """A `StepRecord` whose numbers may still be on their way to the host."""
 
-    report: StepReport
-    limit: float | None
-    factor: float | Tensor
-    """What turns the norm of this rank's raw gradients into that of unscaled ones."""
-    culprits: tuple[Culprit, ...]
-    learning_rate: float | None
-    loss: float | Tensor | None
-    clip_seconds: float
+    def __init__(self, known: dict[str, Any], numbers: dict[str, Tensor]) -> None:
+        self._known = known
+        self._names = tuple(numbers)
+        self._copy = HostCopy(torch.stack([number.to(torch.float64) for number in numbers.values()]))
+
+    def finish(self, report: StepReport, facts: Facts, culprits: tuple[Culprit, ...]) -> StepRecord:
+        """The record; waits for the numbers."""
+        fields = {**self._known, **dict(zip(self._names, self._copy.read(), strict=True))}
+        for name in ("nan", "inf", "local_nan", "local_inf"):
+            fields[name] = int(fields[name])
+        return StepRecord(
+            **{**fields, "clipped": bool(fields["clipped"])},
+            step=report.step,
+            stepped=report.stepped,
+            skip_reason=report.skip_reason,
+            elements=int(facts.elements),
+            diverged=facts.divergent,
+            culprits=culprits,
+        )
 
 
 class Reporter:
@@ -91,41 +104,57 @@ class Reporter:
             self._sink.open(self._info(plan))
             self._opened_for = plan
 
-    def record(self, survey: Survey, outcome: Outcome) -> None:
-        """Report a finished step. Reads the numbers on the host, so on CUDA it waits for the step's clip."""
+    def draft(
+        self,
+        survey: Survey,
+        report: StepReport,
+        *,
+        limit: float | None,
+        factor: float | Tensor,
+        learning_rate: float | Tensor | None,
+        loss: float | Tensor | None,
+        clip_seconds: float,
+    ) -> Draft | None:
+        """Write down a step; None where nobody listens.
+
+        `factor` turns the norm of this rank's raw gradients into that of unscaled ones.
+        """
         now = time.perf_counter()
         previous, self._last = self._last, now
         if self._sink is None:
-            return
+            return None
         self.open(survey.plan)
-        report = outcome.report
-        self._sink.record(
-            StepRecord(
-                step=report.step,
-                timestamp=time.time(),
-                total_norm=float(report.total_norm),
-                limit=outcome.limit,
-                clip_coefficient=float(report.clip_coefficient),
-                clipped=bool(report.clipped),
-                nan=int(survey.nan.sum()),
-                inf=int(survey.inf.sum()),
-                local_nan=int(survey.local_nan),
-                local_inf=int(survey.local_inf),
-                local_norm=float(survey.local_norm) * float(outcome.factor),
-                stepped=report.stepped,
-                skip_reason=report.skip_reason,
-                elements=int(survey.elements),
-                missing_tensors=survey.gradients.missing,
-                loss_scale=None if report.loss_scale is None else float(report.loss_scale),
-                learning_rate=outcome.learning_rate,
-                loss=None if outcome.loss is None else float(outcome.loss),
-                step_seconds=None if previous is None else now - previous,
-                clip_seconds=outcome.clip_seconds,
-                wait_seconds=survey.wait_seconds,
-                diverged=survey.divergent,
-                culprits=outcome.culprits,
-            )
-        )
+        local_nan, local_inf = survey.local_bad
+        known: dict[str, Any] = {
+            "timestamp": time.time(),
+            "limit": limit,
+            "missing_tensors": survey.gradients.missing,
+            "step_seconds": None if previous is None else now - previous,
+            "clip_seconds": clip_seconds,
+            "wait_seconds": survey.packet.wait_seconds,
+        }
+        numbers = {
+            "total_norm": report.total_norm,
+            "clip_coefficient": report.clip_coefficient,
+            "clipped": report.clipped,
+            "nan": survey.nan.sum(),
+            "inf": survey.inf.sum(),
+            "local_nan": local_nan,
+            "local_inf": local_inf,
+            "local_norm": survey.packet.local_norm * factor,
+        }
+        for name, value in (("loss_scale", report.loss_scale), ("learning_rate", learning_rate), ("loss", loss)):
+            # what the host has already need not travel
+            if isinstance(value, Tensor) and value.device == report.total_norm.device:
+                numbers[name] = value.detach().reshape(())
+            else:
+                known[name] = None if value is None else float(value)
+        return Draft(known, numbers)
+
+    def record(self, draft: Draft | None, report: StepReport, facts: Facts, culprits: tuple[Culprit, ...]) -> None:
+        """Report a finished step."""
+        if self._sink is not None and draft is not None:
+            self._sink.record(draft.finish(report, facts, culprits))
 
     def nonfinite_applied(self) -> None:
         """An optimizer stepped on nonfinite gradients."""

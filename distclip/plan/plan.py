@@ -86,6 +86,8 @@ class Plan:
     """Entries whose parameters did not want a gradient when the plan was made."""
     verified: bool = False
     """Whether gradients of replicas were found alike at a first measurement with finite, nonzero norm."""
+    waits: bool = False
+    """Whether every step must wait for the packet's sum: some power sum was found not to fit into float64."""
 
     distributed: bool = field(init=False)
     """What every step would otherwise find out again, here and below: whether any entry is a DTensor."""

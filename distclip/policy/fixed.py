@@ -65,15 +65,17 @@ def decide_fixed(
     if not by_rest:
         shown = torch.where(nan > 0, torch.full_like(norms, torch.nan), norms.masked_fill(inf > 0, torch.inf))
     nonfinite = bad.any()
-    own = [index for index, limit in enumerate(limits) if limit is not None]
-    rest = [index for index in range(len(limits)) if index not in own]
-    coefficients = torch.ones_like(norms)
-    for index in own:
-        limit = limits[index]
-        assert limit is not None
-        coefficients[index] = _coefficient(shown[index], limit)
+    # No indexing by lists here: on a device that would copy the list there first.
+    rest = [norm for norm, limit in zip(shown.unbind(), limits, strict=True) if limit is None]
+    shared = torch.ones_like(nonfinite, dtype=norms.dtype)
     if rest and max_norm is not None:
-        coefficients[rest] = _coefficient(_combine(shown[rest], norm_type), max_norm)
+        shared = _coefficient(_combine(torch.stack(rest), norm_type), max_norm)
+    coefficients = torch.stack(
+        [
+            shared if limit is None else _coefficient(norm, limit)
+            for norm, limit in zip(shown.unbind(), limits, strict=True)
+        ]
+    )
     if not as_torch and not by_rest:
         coefficients = torch.where(nonfinite, torch.ones_like(coefficients), coefficients)
     return Decision(_combine(shown, norm_type), shown, coefficients, nonfinite)

@@ -16,10 +16,10 @@ class Culprit:
 
     rank: int
     parameter: str
-    nan: int
-    """Elements that are nan on that rank."""
-    inf: int
-    """Elements that are inf on that rank."""
+    nan: int | None
+    """Elements that are nan on that rank; None: some, not counted."""
+    inf: int | None
+    """Likewise for inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StepRecord:
     stepped: bool | None
     """Whether the optimizer ran; None where distclip does not know (functional calls, `clip_`)."""
     skip_reason: str | None
-    """None, "nonfinite", "no_gradients", "spike" or "policy"."""
+    """None, "nonfinite", "no_gradients", "undecided", "spike" or "policy"."""
     elements: int
     """Gradient elements over the whole run that were measured, each once; norm / sqrt(elements) is the RMS."""
     missing_tensors: int

@@ -197,6 +197,25 @@ def test_clipping_before_any_backward_is_a_skip() -> None:
     scaler.update()
 
 
+def test_a_step_without_gradients_teaches_the_scaler_nothing() -> None:
+    one, two = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    clippers = [
+        distclip.GradientClipper([parameter], torch.optim.SGD([parameter], lr=1.0), scaler=scaler)
+        for parameter in (one, two)
+    ]
+    for has_gradient, scale in ((True, 8.0), (False, 8.0), (False, 8.0), (True, 16.0)):
+        for parameter, clipper in zip((one, two), clippers, strict=True):
+            parameter.grad = scaler.scale(torch.ones(2)) if has_gradient else None
+            clipper.step()
+        assert scaler.get_scale() == scale
+    two.grad = scaler.scale(torch.full((2,), math.nan))  # one of two that share the scaler has something to teach
+    one.grad = None
+    for clipper in clippers:
+        clipper.step()
+    assert scaler.get_scale() == 8.0
+
+
 def _scale_grows() -> list[float]:
     """growth_interval 1: the factor undone in a step is the one that its backward used, though update changes it."""
     parameter = nn.Parameter(torch.zeros(2))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distclip.apply import scale_, zero_nonfinite_
+from distclip.apply import scale_all_, zero_all_nonfinite_, zero_nonfinite_
 from distclip.arguments import NonfiniteMode
 from distclip.clipper import GradientClipper
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
@@ -28,7 +28,7 @@ from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
 from distclip.policy import Decision
 from distclip.policy.fixed import EPSILON
-from distclip.report import StepReport
+from distclip.report import StepReport, Verdict
 from distclip.survey import Survey
 from distclip.telemetry.record import Sink
 
@@ -102,6 +102,7 @@ class EngineClipper(GradientClipper):
             # Slots are this rank's alone; whole parameters are replicated unless DeepSpeed says otherwise.
             owned=self._inside.groups() if isinstance(self._inside, Whole) else ["*"],
             telemetry=telemetry,
+            fold="never",  # DeepSpeed's optimizers step what DeepSpeed gives them
         )
 
     def step(
@@ -141,9 +142,9 @@ class EngineClipper(GradientClipper):
         if not self._engine.is_gradient_accumulation_boundary():
             return StepReport.accumulating(self._steps)
         with self._gradients_in_place():
-            found, multiplier = self._survey(1.0 / self._scale, step=False)
-            report = self._report(found, self._decide(found, multiplier), multiplier)
-        report.loss_scale = self._reported_scale()
+            found, multiplier, _ = self._survey(1.0 / self._scale, step=False, late=False)
+            decision = self._decide(found, multiplier)
+            report = self._report(found, decision, self._reported_scale(), self._judge(found, decision))
         return report
 
     def _driven(self, drive: Callable[[], object], due: bool, loss: float | Tensor | None) -> StepReport:
@@ -223,18 +224,17 @@ class EngineClipper(GradientClipper):
             entries.append(replace(entry, layout=layout))
         return replace(plan, entries=tuple(entries))
 
-    def _apply(self, found: Survey, decision: Decision, multiplier: float | Tensor, stepping: bool) -> dict[Any, float]:
+    def _apply(
+        self, found: Survey, decision: Decision, multiplier: float | Tensor, report: StepReport, stepping: bool
+    ) -> dict[Any, float]:
         """Multiply by the coefficients only: the loss scale is DeepSpeed's to undo."""
         if self.decides == "deepspeed":
             return {}
-        gradients, nonfinite = found.gradients, bool(decision.nonfinite)
-        if nonfinite and self._nonfinite == "zero":
-            zero_nonfinite_([gradient for gradient in gradients.local if gradient is not None])
+        if report.nonfinite and self._nonfinite == "zero":
+            zero_all_nonfinite_(found.gradients)
             zero_nonfinite_(self._inside.everything())
-        if not (nonfinite and self._nonfinite in ("skip", "raise")):
-            coefficients = decision.coefficients.tolist()
-            for bucket in found.plan.buckets:
-                scale_(gradients.of(bucket), coefficients[bucket.param_group])
+        if report.skip_reason != "nonfinite":
+            scale_all_(found.plan, found.gradients, decision.coefficients)
         return {}
 
     def _commit(self, report: StepReport, folds: dict[Any, float]) -> None:
@@ -243,10 +243,10 @@ class EngineClipper(GradientClipper):
         skip = not report.should_step and not leave
         with self._inside.skipping() if skip else contextlib.nullcontext(), self._inside.scale_updated_afterwards():
             self._take_step()
-        report.stepped = bool(self._engine.was_step_applied())
+        report.was_stepped(bool(self._engine.was_step_applied()))
         if not report.stepped and report.should_step:
             # DeepSpeed's own check refused: finite gradients whose norm is not, or nonfinite ones under "propagate".
-            report._other_reason = "nonfinite" if report.nonfinite else "policy"
+            report.verdict = Verdict(report.nonfinite, "nonfinite" if report.nonfinite else "policy")
         if self.decides == "deepspeed":
             self._tell_what_deepspeed_did(report)
         if report.stepped:

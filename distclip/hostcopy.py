@@ -1,0 +1,40 @@
+"""A few numbers on their way from the device to the host, asked for now and read later.
+
+A plain `tensor.tolist()` waits for all that was queued on the device before it, so reading the numbers of a step during
+the next one would wait for the next one's backward. `HostCopy` copies into pinned memory at once, without waiting, and
+remembers the place in the queue: reading waits for that place only, which by then has long been passed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """The host's copy of a small tensor.
+
+    Args:
+        values: shape [n], any device. On the CPU it is read at once.
+
+    Example:
+        >>> HostCopy(torch.tensor([1.0, 2.0])).read()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._read: list[float] | None = None
+        if values.device.type == "cpu":
+            self._read = values.tolist()
+            return
+        self._pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        self._pinned.copy_(values, non_blocking=True)
+        self._copied = torch.Event(values.device)
+        self._copied.record(torch.accelerator.current_stream(values.device))
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the copy, and for nothing that was queued after it."""
+        if self._read is None:
+            self._copied.synchronize()
+            self._read = self._pinned.tolist()
+        return self._read
