@@ -116,6 +116,31 @@ def test_arguments_that_differ_are_named(ranks: Any, call: str, kind: type[Excep
     assert said == "max_norm must be the same on every rank, but is 1.0 on rank 0, 2.0 on rank 1"
 
 
+def _clipper_arguments_differ(name: str, values: tuple[Any, Any]) -> None:
+    parameter = _parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    value = values[dist.get_rank()]
+    given: dict[str, Any] = {name: torch.amp.GradScaler("cpu") if value == "a scaler" else value}
+    distclip.GradientClipper([parameter], optimizer, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("norm_type", (2.0, 1.0)),
+        ("nonfinite", ("skip", "zero")),
+        ("max_consecutive_skips", (10, 11)),
+        ("param_groups", (None, {"all": distclip.ParamGroup("*")})),
+        ("param_groups", ({"all": distclip.ParamGroup("*")}, {"all": distclip.ParamGroup("*", max_norm=0.5)})),
+        ("scaler", (None, "a scaler")),
+    ],
+)
+def test_clippers_built_with_other_arguments_are_told_which(ranks: Any, name: str, values: tuple[Any, Any]) -> None:
+    said = _fails_alike(ranks, distclip.ConfigError, _clipper_arguments_differ, 2, name, values)
+    assert said.startswith(f"{name} must be the same on every rank, but is ")
+    assert said.count(" on rank ") == 2
+
+
 def _missing_rank() -> str:
     from distclip.plan import collectives
 

@@ -193,36 +193,3 @@ def test_gradients_that_were_not_synchronised_are_refused(ranks: Any, kind: str)
     for error in failure.value.errors.values():
         assert isinstance(error, distclip.LayoutError)
         assert "synchronised" in str(error)
-
-
-# --- one logical model, many layouts -------------------------------------------------------------------------------
-
-
-def _one_model(wrap: str) -> list[float]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
-    batch = torch.randn(8, 6)
-    if wrap == "ddp":
-        model = DistributedDataParallel(model)
-    elif wrap == "fsdp1":
-        model = FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=CPU
-        )
-    elif wrap in ("fsdp2", "hsdp"):
-        if wrap == "hsdp":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        else:
-            mesh = init_device_mesh("cpu", (4,))
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    model(batch).square().sum().backward()
-    return [distclip.get_total_norm(model, p).item() for p in (1.0, 2.0, 3.0, math.inf)]
-
-
-def test_one_model_has_one_norm_in_every_layout(ranks: Any) -> None:
-    wanted = ranks(_one_model, 1, "none")[0]
-    for wrap in ("ddp", "fsdp1", "fsdp2", "hsdp"):
-        for norms in ranks(_one_model, 4, wrap):
-            assert norms == pytest.approx(wanted, rel=1e-6), wrap
