@@ -58,18 +58,39 @@ def test_tensor_parallel_with_plain_replicated_parameters(ranks: Any) -> None:
         assert after[1] == pytest.approx([12 / 13], rel=1e-6)
 
 
-def _two_meshes() -> tuple[float, float]:
+def clip(source: list[Any], **arguments: Any) -> dict[str, Any]:
+    """Clip to 1; the norm, the whole gradients after, and the collectives of a step that is not a plan's first."""
+    distclip.get_total_norm(source, **arguments)
+    with count() as issued:
+        norm = distclip.clip_grad_norm_(source, 1.0, **arguments).item()
+    parameters = [item[1] if isinstance(item, tuple) else item for item in source]
+    after: list[Any] = [oracle.gather_full_gradient(parameter) for parameter in parameters]
+    return {
+        "norm": norm,
+        "after": [value for array in after if array is not None for value in array.ravel().tolist()],
+        "issued": dict(issued),
+    }
+
+
+def clipped(said: dict[str, Any], norm: float, gradients: list[float]) -> None:
+    """Whether `clip` came to this norm, and to these gradients over it."""
+    assert said["norm"] == pytest.approx(norm, rel=1e-7)
+    assert said["after"] == pytest.approx([value / norm for value in gradients], rel=1e-6)
+    assert said["issued"] == {"allreduce": 1}
+
+
+def _two_meshes(two_dimensional: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     a = placed(torch.tensor([3.0, 0.0]), mesh["dp"], [Shard(0)])
-    b = placed(torch.tensor([0.0, 4.0]), mesh["tp"], [Shard(0)])
-    both = distclip.clip_grad_norm_([a, b], 1.0).item()
-    c = placed(torch.tensor([[3.0, 0.0], [0.0, 0.0]]), mesh, [Shard(0), Shard(1)])
-    b = placed(torch.tensor([0.0, 4.0]), mesh["tp"], [Shard(0)])
-    return both, distclip.clip_grad_norm_([c, b], 1.0).item()
+    if two_dimensional:
+        a = placed(torch.tensor([[3.0, 0.0]]), mesh, [Shard(0), Shard(1)])
+    return clip([a, placed(torch.tensor([0.0, 4.0]), mesh["tp"], [Shard(0)])])
 
 
-def test_several_meshes(ranks: Any) -> None:
-    assert ranks(_two_meshes, 4) == [(5.0, 5.0)] * 4
+@pytest.mark.parametrize("two_dimensional", [False, True])
+def test_several_meshes(ranks: Any, two_dimensional: bool) -> None:
+    for said in ranks(_two_meshes, 4, two_dimensional):
+        clipped(said, 5.0, [3.0, 0.0, 0.0, 4.0])
 
 
 class Block(nn.Module):
@@ -191,23 +212,24 @@ def test_hand_made_stages_with_the_same_names(ranks: Any, norm_type: float, want
     assert [after for _, after in said] == pytest.approx([3 / wanted, 4 / wanted], rel=1e-6)
 
 
-def _tied() -> float:
+def _tied() -> dict[str, Any]:
     rank = dist.get_rank()
     embedding = plain(torch.tensor([3.0]))  # summed over first and last stage, as Megatron-LM does
     own = plain(torch.tensor([[4.0], [12.0]][rank]))
     name = "embedding.weight" if rank == 0 else "head.weight"
-    return distclip.get_total_norm(
+    return clip(
         [(name, embedding), ("layer.weight", own)],
         pipeline_group=dist.group.WORLD,
         tied=[("embedding.weight", "head.weight")],
-    ).item()
+    )
 
 
 def test_an_embedding_held_by_two_stages_counts_once(ranks: Any) -> None:
-    assert ranks(_tied, 2) == [13.0, 13.0]
+    for rank, said in enumerate(ranks(_tied, 2)):
+        clipped(said, 13.0, [3.0, [4.0, 12.0][rank]])
 
 
-def _experts(how: str, norm_type: float) -> float:
+def _experts(how: str, norm_type: float) -> tuple[float, list[float]]:
     rank = dist.get_rank()
     values = [[2.0, 4.0], [6.0, 8.0]][rank % 2]
     if how == "none on rank 1" and rank == 1:
@@ -218,7 +240,8 @@ def _experts(how: str, norm_type: float) -> float:
             parameter.data.fill_(float(10 * rank + index))
             parameter.allreduce = False  # type: ignore[attr-defined]
     owned = () if how == "marked" else ["experts.*"]
-    return distclip.get_total_norm(parameters, norm_type, owned=owned).item()
+    norm = distclip.clip_grad_norm_(parameters, 1.0, norm_type, owned=owned).item()
+    return norm, [p.grad.item() * norm / v for (_, p), v in zip(parameters, values, strict=True) if p.grad is not None]
 
 
 @pytest.mark.parametrize(
@@ -231,77 +254,55 @@ def _experts(how: str, norm_type: float) -> float:
     ],
 )
 def test_experts_owned_by_ranks(ranks: Any, how: str, norm_type: float, wanted: float) -> None:
-    assert ranks(_experts, 2, how, norm_type) == pytest.approx([wanted] * 2, rel=1e-7)
+    for rank, (norm, after) in enumerate(ranks(_experts, 2, how, norm_type)):
+        assert norm == pytest.approx(wanted, rel=1e-7)
+        assert after == pytest.approx([1.0] * (0 if how == "none on rank 1" and rank == 1 else 2), rel=1e-6)
 
 
-def _replicated_experts() -> tuple[float, str]:
+def _replicated_experts() -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """EP 2 x DP 2: ranks 0 and 2 share experts, ranks 1 and 3 the others."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     values = [[2.0, 4.0], [6.0, 8.0]][rank % 2]
     pairs = [(f"experts.{index}.weight", plain(torch.tensor([v]))) for index, v in enumerate(values)]
-    clipper = distclip.GradientClipper(
-        [*pairs, ("dense", plain(torch.tensor([5.0])))], owned={"experts.*": groups[rank % 2]}
-    )
-    return clipper.measure().total_norm.item(), clipper.explain()
+    source = [*pairs, ("dense", plain(torch.tensor([5.0])))]
+    owned = {"experts.*": groups[rank % 2]}
+    holders = [entry.holders for entry in distclip.GradientClipper(source, owned=owned).plan.entries]
+    return clip(source, owned=owned), holders
 
 
 def test_experts_with_replicas(ranks: Any) -> None:
-    for rank, (norm, table) in enumerate(ranks(_replicated_experts, 4)):
-        assert norm == pytest.approx(145**0.5, rel=1e-7)
-        assert f"ranks {rank % 2}, {rank % 2 + 2}" in table
+    for rank, (said, holders) in enumerate(ranks(_replicated_experts, 4)):
+        clipped(said, 145**0.5, [[2.0, 4.0, 5.0], [6.0, 8.0, 5.0]][rank % 2])
+        assert holders == [(rank % 2, rank % 2 + 2)] * 2 + [(0, 1, 2, 3)]
 
 
-def _experts_without_tokens() -> float:
+def _experts_without_tokens() -> dict[str, Any]:
     rank = dist.get_rank()
     parameters = [(f"experts.{rank}", nn.Parameter(torch.zeros(1))), ("dense", plain(torch.tensor([4.0])))]
     if rank == 0:
         parameters[0][1].grad = torch.tensor([3.0])
-    return distclip.get_total_norm(parameters, owned=["experts.*"]).item()
+    return clip(parameters, owned=["experts.*"])
 
 
 def test_an_expert_without_tokens(ranks: Any) -> None:
-    assert ranks(_experts_without_tokens, 2) == [5.0, 5.0]
+    for rank, said in enumerate(ranks(_experts_without_tokens, 2)):
+        clipped(said, 5.0, [[3.0, 4.0], [4.0]][rank])
 
 
-def _sub_mesh_experts() -> tuple[float, float]:
+def _sub_mesh_experts() -> dict[str, Any]:
     """Dense parameters on the whole mesh, experts on their own mesh (EP 2, FSDP 2 within)."""
     dense_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     moe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     dense = placed(torch.arange(1.0, 9.0), dense_mesh, [Shard(0)])
     experts = placed(torch.arange(1.0, 13.0).view(4, 3), moe, [Shard(0), Shard(1)])
-    wanted = oracle.norm([oracle.gather_full_gradient(p) for p in (dense, experts)], 2.0)
-    return distclip.get_total_norm([("dense", dense), ("experts", experts)]).item(), wanted
+    return clip([("dense", dense), ("experts", experts)])
 
 
 def test_experts_on_their_own_mesh(ranks: Any) -> None:
-    for norm, wanted in ranks(_sub_mesh_experts, 4):
-        assert norm == pytest.approx(wanted, rel=1e-7)
-
-
-def _three_dimensions() -> tuple[float, float]:
-    """PP 2 x TP 2 x FSDP2 2: each stage one block on its own 2-D mesh."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    stage = mesh["pp"].get_local_rank()
-    references = [Block(), Block()]
-    block = Block()
-    block.load_state_dict(references[stage].state_dict())
-    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(block, mesh=mesh["dp"])
-    batch = torch.randn(2, 4, 4)
-    for reference in references:
-        reference(batch).square().sum().backward()
-    block(batch).square().sum().backward()
-    wanted = oracle.norm([oracle.gather_full_gradient(p) for r in references for p in r.parameters()], 2.0)
-    norm = distclip.clip_grad_norm_(block, 1.0, pipeline_group=mesh["pp"].get_group())
-    return norm.item() / wanted, distclip.get_total_norm(block, pipeline_group=mesh["pp"].get_group()).item()
-
-
-def test_pipeline_times_tensor_times_fsdp2_on_eight_ranks(ranks: Any) -> None:
-    for ratio, after in ranks(_three_dimensions, 8):
-        assert ratio == pytest.approx(1.0, rel=1e-6)
-        assert after == pytest.approx(1.0, rel=1e-5)
+    values = [float(value) for value in (*range(1, 9), *range(1, 13))]
+    for said in ranks(_sub_mesh_experts, 4):
+        clipped(said, sum(value**2 for value in values) ** 0.5, values)
 
 
 def _another_model() -> None:
