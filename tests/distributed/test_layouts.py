@@ -49,14 +49,17 @@ def test_one_parameter_over_two_ranks_is_five_bit_for_bit(ranks: Any) -> None:
     assert all(collectives == {"allreduce": 1} for _, _, collectives in results)
 
 
-def _hsdp() -> float:
+def _hsdp() -> tuple[float, list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     parameter = _parameter(torch.tensor([3.0, 4.0]), mesh, [Replicate(), Shard(0)])
-    return distclip.clip_grad_norm_([parameter], 1.0).item()
+    norm = distclip.clip_grad_norm_([parameter], 1.0).item()
+    return norm, oracle.gather_full_gradient(parameter).tolist()  # type: ignore[union-attr]
 
 
 def test_hsdp_counts_replicas_once(ranks: Any) -> None:
-    assert ranks(_hsdp, 4) == [5.0] * 4
+    for norm, after in ranks(_hsdp, 4):
+        assert norm == 5.0
+        assert after == pytest.approx([0.6, 0.8], rel=1e-6)
 
 
 def _empty_shard(norm_type: float) -> tuple[float, list[float]]:
