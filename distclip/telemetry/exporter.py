@@ -37,6 +37,9 @@ LINGER_LIMIT: Final = 30.0
 STOPPED_LINGER_LIMIT: Final = 20.0
 """The same after a signal: whoever sent it (Kubernetes, Slurm) kills what is still there after some 30 seconds. It is
 above the 15 s between two scrapes, so that a Ctrl-C is not taken for a run that vanished."""
+_ANNOUNCE_SECONDS: Final = 1.0
+"""To wait for the announcement. It looks this machine's name up, which can take minutes where DNS is out of order, and
+goes on in the background then: training is not to wait for it."""
 
 
 class Exporter:
@@ -48,6 +51,7 @@ class Exporter:
         self._clock = ScrapeClock()
         self._server: EndpointServer | None = None
         self._target: Path | None = None
+        self._target_lock = threading.Lock()
         self._folder: SpoolFolder | None = None
         self._attempt_folder: Path | None = None
         self._attempts = 0
@@ -65,12 +69,11 @@ class Exporter:
         registry.register(NodeCollector(self.node))
         self._server = self._listen(registry)
         if self._server is not None and self._settings.sd_dir is not None:
-            try:
-                self._target = publish_target(
-                    self._settings.sd_dir, self.node.run, self._server.bind_address, self._server.port
-                )
-            except OSError as error:
-                logger.warning("distclip: Prometheus will not find %s by file: %s", self._server.url, error)
+            announcing = threading.Thread(
+                target=self._announce, args=(self._server, self._settings.sd_dir), name="distclip-announce", daemon=True
+            )
+            announcing.start()
+            announcing.join(_ANNOUNCE_SECONDS)
 
     def start_attempt(self, reason: str, ranks: int, attempt: Attempt) -> dict[str, str]:
         """Get ready for a start of `ranks` workers on this node; returns variables for their environment.
@@ -111,13 +114,28 @@ class Exporter:
             return
         self._hurry.set()
         self.finish("stopped")
-        if self._target is not None:
-            with contextlib.suppress(OSError):  # gone, or its file system is: then nobody can read it either
-                self._target.unlink()
-            self._target = None
+        self._withdraw()
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+    def _announce(self, server: EndpointServer, folder: Path) -> None:
+        try:
+            target = publish_target(folder, self.node.run, server.bind_address, server.port)
+        except OSError as error:
+            logger.warning("distclip: Prometheus will not find %s by file: %s", server.url, error)
+            return
+        with self._target_lock:
+            self._target = target
+        if self._hurry.is_set():  # closed meanwhile
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        with self._target_lock:
+            if self._target is not None:
+                with contextlib.suppress(OSError):  # gone, or its file system is: then nobody can read it either
+                    self._target.unlink()
+                self._target = None
 
     def _listen(self, registry: CollectorRegistry) -> EndpointServer | None:
         for bind in dict.fromkeys((self._settings.bind, DEFAULT_BIND)):

@@ -109,6 +109,21 @@ def test_a_folder_for_discovery_that_cannot_be_made_is_one_warning(start, caplog
     assert "will not find" in caplog.text
 
 
+@pytest.mark.parametrize("closed_meanwhile", [False, True])
+def test_a_name_that_dns_does_not_tell_keeps_nobody_waiting(start, tmp_path, monkeypatch, closed_meanwhile):
+    dns = threading.Event()
+    monkeypatch.setattr("socket.getfqdn", lambda: "node" if dns.wait(60) else "late")
+    exporter = start(bind="0.0.0.0")
+    assert not (tmp_path / "sd").exists() or not list((tmp_path / "sd").iterdir())
+    assert 'state="initializing"} 1.0' in read(exporter)
+    if closed_meanwhile:
+        exporter.close()
+    (announcing,) = [thread for thread in threading.enumerate() if thread.name == "distclip-announce"]
+    dns.set()
+    announcing.join(30)
+    assert len(list((tmp_path / "sd").iterdir())) == (0 if closed_meanwhile else 1)
+
+
 def test_a_folder_for_discovery_that_goes_away_does_not_keep_the_endpoint_from_closing(start, tmp_path):
     exporter = start()
     shutil.rmtree(tmp_path / "sd")
