@@ -101,6 +101,7 @@ def _parts(source: Source, owned: Sequence[str], p: float) -> Iterator[_Part]:
             else:
                 inner = item.module if isinstance(item, DistributedDataParallel) else item
                 pairs += [(_plain(name), parameter) for name, parameter in inner.named_parameters()]
+                pairs += _split_by_ddp(inner) if inner is not item else ()
         else:
             pairs.append(item)
     pairs = list({id(parameter): (name, parameter) for name, parameter in pairs}.values())
@@ -121,6 +122,28 @@ def _parts(source: Source, owned: Sequence[str], p: float) -> Iterator[_Part]:
         if gradient is not None:
             may_differ = bool(scope) or _is_marked(parameter)
             yield _Part(name, gradient.shape, oracle.norm([gradient], p), scope, may_differ)
+
+
+def _split_by_ddp(model: nn.Module) -> Iterator[Named]:
+    """DTensors that DDP put in the place of parameters after a forward; their gradients are in the plain local parts.
+
+    As they are no parameters any more, each is told as a stand-in with the gradient.
+    """
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, DTensor) and value.grad_fn is not None:
+                local = value.grad_fn.next_functions[0][0].variable.grad  # type: ignore[union-attr]
+                stand_in = value.detach()
+                if local is not None:
+                    stand_in.grad = DTensor.from_local(
+                        local,
+                        value.device_mesh,
+                        value.placements,
+                        run_check=False,
+                        shape=value.shape,
+                        stride=value.stride(),
+                    )
+                yield _plain(f"{prefix}.{name}" if prefix else name), stand_in
 
 
 def _fsdp1_parts(model: nn.Module, owned: Sequence[str], p: float, rank: int) -> Iterator[_Part]:

@@ -31,6 +31,7 @@ from distclip.errors import AgreementError, DistclipError
 from distclip.plan import ddp
 from distclip.plan.collectives import gather_objects, resolve
 from distclip.plan.plan import Plan
+from distclip.plan.sources import tensors_of
 
 _SETTLING_SECONDS = 0.5
 """How long gloo's threads get to let go of the last collective's tensors, for which they need the GIL. Otherwise a job
@@ -175,7 +176,7 @@ def _source(ran: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> tuple
     modules = holding or outermost
     if not modules:
         return [(f"parameter[{index}]", parameter) for index, parameter in enumerate(stepped.values())], 0
-    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    held = set(map(id, tensors_of(list(modules))))
     return modules, sum(key not in held for key in stepped)
 
 

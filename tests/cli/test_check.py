@@ -249,6 +249,11 @@ def _layout(kind: str) -> tuple[int | None, str, str]:
         columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
         parallelize_module(model, mesh, {"norm": SequenceParallel(), "up": columns, "down": rows})
         batch = batch.chunk(2, dim=1)[dist.get_rank()]
+    elif kind == "tp in ddp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+        batch = batch * (1 + dist.get_rank() // 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with StepCheck() as check:
         out = model(batch)
@@ -264,6 +269,7 @@ def _layout(kind: str) -> tuple[int | None, str, str]:
         ("fsdp1 flat", 2, "rank 1: 1 parameter held by other ranks", "wrong: not the same on every rank ("),
         ("fsdp2", 2, "rank 1: 6 parameters held by other ranks", ", the same"),
         ("hsdp", 4, "ranks 1, 3: 6 parameters held by other ranks\nrank 2: as rank 0", ", the same"),
+        ("tp in ddp", 4, "ranks 1, 3: 3 parameters held by other ranks\nrank 2: as rank 0", "wrong: not the same on"),
         ("sp", 2, "rank 1: 3 parameters held by other ranks", ", the same"),
     ],
 )
