@@ -119,13 +119,13 @@ def _fill(
     """Add this rank's part to `rows`, and each gradient's to `marks` if wanted; return the amounts of all buckets."""
     amounts = []
     for bucket in plan.buckets:
-        tensors = gradients.measurable(bucket.entries)
-        if not tensors:
+        bundle = gradients.bundle(bucket)
+        if not bundle.gradients:
             continue
         if marks is None:
-            stats = measure(tensors, norm_type, cache=bucket.cache).to(rows.device, non_blocking=True)
+            stats = measure(bundle, norm_type).to(rows.device, non_blocking=True)
         else:
-            stats, each = measure_on_device(tensors, norm_type)
+            stats, each = measure_on_device(bundle.gradients, norm_type)
             marks.append((tuple(index for index in bucket.entries if gradients.local[index] is not None), each))
         row = rows[bucket.param_group]
         if not math.isinf(norm_type):

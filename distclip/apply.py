@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from distclip.measure.ranges import RangeCache, layouts
+from distclip.measure import Bundle, as_bundle
 from distclip.measure.values import blocks, writable
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
@@ -25,15 +25,14 @@ _BLOCK = 1 << 18
 
 
 @torch.no_grad()
-def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeCache | None = None) -> None:
+def scale_(gradients: Sequence[Tensor] | Bundle, factor: float | Tensor) -> None:
     """Multiply local gradients by one number, in place.
 
     Args:
-        gradients: local tensors of any dtype, layout and device, as for `distclip.measure.measure`. The memory of an
-            expanded gradient is multiplied once, and so are the entries of a sparse one, coalesced or not.
+        gradients: see `Bundle`: adjacent views are scaled as one range. The memory of an expanded gradient is
+            multiplied once, and so are the entries of a sparse one, coalesced or not.
         factor: a float, or a 0-d fp64 tensor. 1.0 writes nothing. A tensor on an accelerator is not waited for: the
             gradients there are then always written, and a factor below 2^-126 loses precision.
-        cache: the one given to `measure` for the same gradients: adjacent views are then scaled as one range.
 
     Raises:
         TypeError: a gradient's layout is neither strided nor sparse.
@@ -49,15 +48,16 @@ def scale_(gradients: Sequence[Tensor], factor: float | Tensor, *, cache: RangeC
         if factor.dim() != 0:
             raise ValueError(f"factor must be a number or a 0-d tensor, got shape {tuple(factor.shape)}")
         if factor.device.type != "cpu":
-            on_device = [gradient for gradient in gradients if gradient.device == factor.device]
+            everything = gradients.gradients if isinstance(gradients, Bundle) else gradients
+            on_device = [gradient for gradient in everything if gradient.device == factor.device]
             _scale_on_device(on_device, factor)
-            if len(on_device) == len(gradients):
+            if len(on_device) == len(everything):
                 return
-            gradients = [gradient for gradient in gradients if gradient.device != factor.device]
+            gradients = [gradient for gradient in everything if gradient.device != factor.device]
         factor = float(factor)
     if factor == 1.0:
         return
-    groups = _groups(gradients, cache)
+    groups = _groups(as_bundle(gradients))
     for part in _split(factor):
         for dtype, short, targets in groups:
             if targets[0].device.type != "cpu":
@@ -111,8 +111,7 @@ def scale_all_(plan: Plan, gradients: Gradients, factors: Tensor, without: froze
         return
     for bucket in plan.buckets:
         factor = factors[bucket.param_group]
-        cache = None if without else gradients.cache_of(bucket)
-        scale_(gradients.of(bucket, without), factor if factor.device.type != "cpu" else float(factor), cache=cache)
+        scale_(gradients.writable(bucket, without), factor if factor.device.type != "cpu" else float(factor))
 
 
 @torch.no_grad()
@@ -126,14 +125,13 @@ def zero_all_nonfinite_(gradients: Gradients) -> None:
             addend.masked_fill_(~total.view(addend.shape).isfinite(), 0.0)
 
 
-def _groups(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[tuple[torch.dtype, bool, list[Tensor]]]:
+def _groups(bundle: Bundle) -> list[tuple[torch.dtype, bool, list[Tensor]]]:
     """What to multiply, every number of every gradient once: (dtype, whether all are short, tensors of one device)."""
-    strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    targets = [writable(gradient) for gradient in gradients if gradient.layout is not torch.strided]
+    targets = [writable(gradient) for gradient in bundle.sparse]
     groups: list[tuple[torch.dtype, bool, list[Tensor]]] = []
-    for layout in layouts(strided) if cache is None else cache.layouts(strided):
-        groups += [(group.dtype, group.short, group.tensors(strided)) for group in layout.groups]
-        targets += [writable(strided[index]) for index in layout.others]
+    for layout in bundle.layouts:
+        groups += [(group.dtype, group.short, group.tensors(bundle.strided)) for group in layout.groups]
+        targets += [writable(bundle.strided[index]) for index in layout.others]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for target in targets:
         if target.numel():

@@ -24,6 +24,7 @@ from distclip.apply import clamp_, scale_all_
 from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
+from distclip.measure.ranges import Picker, picker
 from distclip.plan import ddp
 from distclip.plan.build import build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
@@ -49,9 +50,9 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[object, tuple[int, Plan, tuple[int, ...]]] = OrderedDict()
-        """Key -> (number, plan, which tensor of the source each entry is). Plans are made by all ranks together, so
-        numbers mean the same on all of them."""
+        self.plans: OrderedDict[object, tuple[int, Plan, Picker]] = OrderedDict()
+        """Key -> (number, plan, what takes its parameters out of the source's tensors). Plans are made by all ranks
+        together, so numbers mean the same on all of them."""
         self.made = 0
         self.reduces = False
         """Whether any plan so far had gradients that are reduced over mesh axes before they are measured."""
@@ -62,7 +63,8 @@ class _Calls:
         """Remember a plan that was just made."""
         place = {id(tensor): index for index, tensor in enumerate(tensors)}
         self.made += 1
-        self.plans[key] = self.made, plan, tuple(place[id(parameter)] for parameter in plan.parameters)
+        places = [place[id(parameter)] for parameter in plan.parameters]
+        self.plans[key] = self.made, plan, picker(places)
         self.reduces = self.reduces or plan.other_placements
         while len(self.plans) > _KEPT_PLANS:
             self.plans.popitem(last=False)
@@ -72,8 +74,8 @@ class _Calls:
         if key not in self.plans:
             return 0, None
         self.plans.move_to_end(key)
-        number, plan, places = self.plans[key]
-        plan.parameters = tuple(tensors[place] for place in places)
+        number, plan, pick = self.plans[key]
+        plan.parameters = pick(tensors)
         return number, plan
 
     def release(self) -> None:

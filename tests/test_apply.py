@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from distclip.apply import _scale_on_device, scale_, zero_nonfinite_
-from distclip.measure import RangeCache
+from distclip.measure import Bundle, RangeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
@@ -37,7 +37,7 @@ def test_the_factor_is_never_rounded_to_the_gradients_dtype(
     generator = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(7, 9, generator=generator, dtype=torch.float32).to(dtype) for dtype in dtypes]
     wanted = [rounded_once(gradient, factor) for gradient in gradients]
-    scale_(gradients, factor, cache=RangeCache() if cached else None)
+    scale_(Bundle(gradients, RangeCache()) if cached else gradients, factor)
     for gradient, product in zip(gradients, wanted, strict=True):
         assert torch.equal(gradient, product)
 
@@ -121,7 +121,7 @@ def test_every_arrangement_is_scaled_once(cached: bool) -> None:
         torch.ones(3, 3).to_sparse_csr(),
     ]
     wanted = [gradient.to_dense() * 0.5 for gradient in gradients]
-    scale_(gradients, 0.5, cache=RangeCache() if cached else None)
+    scale_(Bundle(gradients, RangeCache()) if cached else gradients, 0.5)
     for gradient, half in zip(gradients, wanted, strict=True):
         assert torch.equal(gradient.to_dense(), half)
     assert holed[4:7].tolist() == [7.0] * 3
@@ -130,7 +130,7 @@ def test_every_arrangement_is_scaled_once(cached: bool) -> None:
 def test_adjacent_views_are_written_as_one_range() -> None:
     buffer = torch.ones(3000)
     gradients = list(buffer.split(3))
-    scale_(gradients, 0.5, cache=RangeCache())
+    scale_(Bundle(gradients, RangeCache()), 0.5)
     assert buffer._version == 1  # one write, not a thousand
     assert torch.equal(buffer, torch.full((3000,), 0.5))
 

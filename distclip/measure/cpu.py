@@ -6,6 +6,7 @@ take the powers block by block in scratch that fits the cache; the inf-norm need
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
-from distclip.measure.ranges import LONGEST, PACK, ROW, Layout, Span, row_length
+from distclip.measure.ranges import LONGEST, ROW, Layout, Span, row_length
 from distclip.measure.values import REAL, blocks, readable
 
 _HALF_ROW = 512
 """As `ROW`, for half precision, which is spread over 32 accumulators."""
 
-_BLOCK = PACK
+_BLOCK = 1 << 19
 """Elements of scratch: 2 MiB of fp32."""
 
 # A power below 2^-126, the smallest normal fp32 number, may be lost. N elements lose at most N * 2^-126, which is at
@@ -41,7 +42,7 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
     parts = _Parts(norm_type)
     if norm_type == 2.0:
         # Thousands of ranges may come this way, so the host does nothing but call the kernel.
-        parts.partials += [_norm(gradients[span.first], 2, 1) for span in layout.rows]
+        parts.partials += map(_norm, layout.pick_rows(gradients), itertools.repeat(2), itertools.repeat(1))
         parts.sources += layout.rows
         parts.partials += [_norm(gradients[m.span.first].as_strided(m.size, m.stride), 2, 1) for m in layout.matrices]
         parts.sources += [matrix.span for matrix in layout.matrices]

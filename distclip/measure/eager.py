@@ -20,28 +20,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from distclip.measure.bundle import Bundle, as_bundle
 from distclip.measure.cpu import measure_on_cpu
 from distclip.measure.device import combine, measure_on_device
 from distclip.measure.exact import exact
-from distclip.measure.ranges import Layout, RangeCache, layouts
-
-_layout_of = attrgetter("layout")
 
 
 @torch.no_grad()
-def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache | None = None) -> Tensor:
+def measure(gradients: Sequence[Tensor] | Bundle, norm_type: float) -> Tensor:
     """Measure the local gradients of one bucket.
 
     Args:
-        gradients: local tensors: any mix of sizes, floating point dtypes, devices and strides; empty, expanded,
-            complex and sparse ones too. Nothing is written.
+        gradients: see `Bundle`. Nothing is written.
         norm_type: p > 0, or inf.
-        cache: kept by the caller for this bucket, so that the walk over thousands of gradients is not repeated.
 
     Returns:
         fp64 tensor [amount, nan count, inf count, flag], on CPU if all gradients are there, else on the first other
@@ -64,14 +59,15 @@ def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache 
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    work = _work(gradients, cache)
+    bundle = as_bundle(gradients)
+    work = bundle.work()
     found = [
-        measure_on_cpu(layout, strided, others, norm_type)
-        for layout, strided, others in work
+        measure_on_cpu(layout, bundle.strided, others, norm_type)
+        for layout, others in work
         if layout.device.type == "cpu"
     ]
-    for device in dict.fromkeys(layout.device for layout, _, _ in work if layout.device.type != "cpu"):
-        there = [gradient for gradient in gradients if gradient.device == device]
+    for device in dict.fromkeys(layout.device for layout, _ in work if layout.device.type != "cpu"):
+        there = [gradient for gradient in bundle.gradients if gradient.device == device]
         found.append(measure_on_device(there, norm_type)[0])
     if not found:
         return torch.zeros(4, dtype=torch.float64, device="cpu")
@@ -81,11 +77,12 @@ def measure(gradients: Sequence[Tensor], norm_type: float, *, cache: RangeCache 
 @torch.no_grad()
 def max_abs(gradients: Sequence[Tensor]) -> Tensor:
     """Largest finite |g| over all elements, as a 0-d fp64 tensor; 0 if there is none."""
+    bundle = Bundle(gradients)
     found = [
-        measure_on_cpu(layout, strided, others, math.inf)[0]
+        measure_on_cpu(layout, bundle.strided, others, math.inf)[0]
         if layout.device.type == "cpu"
-        else exact([*layout.targets(strided), *others], math.inf, layout.device).largest
-        for layout, strided, others in _work(gradients, None)
+        else exact([*layout.targets(bundle.strided), *others], math.inf, layout.device).largest
+        for layout, others in bundle.work()
     ]
     return torch.stack(_gather(found)).amax() if found else torch.zeros((), dtype=torch.float64, device="cpu")
 
@@ -101,26 +98,12 @@ def scaled_power_sum(gradients: Sequence[Tensor], norm_type: float, scale: float
     """
     if not (0 < scale < math.inf and 0 < norm_type < math.inf):
         raise ValueError(f"scale and norm_type must be positive and finite, got {scale} and {norm_type}")
+    bundle = Bundle(gradients)
     found = [
-        exact([*layout.targets(strided), *others], norm_type, layout.device, scale).amount
-        for layout, strided, others in _work(gradients, None)
+        exact([*layout.targets(bundle.strided), *others], norm_type, layout.device, scale).amount
+        for layout, others in bundle.work()
     ]
     return torch.stack(_gather(found)).sum() if found else torch.zeros((), dtype=torch.float64, device="cpu")
-
-
-def _work(gradients: Sequence[Tensor], cache: RangeCache | None) -> list[tuple[Layout, Sequence[Tensor], list[Tensor]]]:
-    """For each device: (its layout, the gradients its spans refer to, the gradients to be looked at one by one)."""
-    strided, sparse = gradients, []
-    if not set(map(_layout_of, gradients)) <= {torch.strided}:
-        strided = [gradient for gradient in gradients if gradient.layout is torch.strided]
-        sparse = [gradient for gradient in gradients if gradient.layout is not torch.strided]
-    work = [
-        (layout, strided, [strided[index] for index in layout.others])
-        for layout in (cache.layouts(strided) if cache is not None else layouts(strided))
-    ]
-    for device in dict.fromkeys(gradient.device for gradient in sparse):
-        work.append((Layout(device), strided, [g for g in sparse if g.device == device]))
-    return work
 
 
 def _gather(found: list[Tensor]) -> list[Tensor]:

@@ -28,8 +28,8 @@ SMALL = 1 << 17
 """Ranges below this number of bytes are packed. Above it, a call per tensor costs less than copying it (measured on
 CPU: equal at 64 to 128 KiB), and torch starts to use several threads."""
 
-PACK = 1 << 19
-"""Elements packed together: 2 MiB of fp32, which stays in the second or third level cache."""
+PACK = 1 << 21
+"""Bytes packed together: they stay in the second or third level cache."""
 
 ROW = 256
 """Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
@@ -68,10 +68,10 @@ class Span(NamedTuple):
         return gradient if self.tensors == 1 else gradient.as_strided((self.numel,), (1,))
 
 
-_Picker = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+Picker = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _picker(indices: Sequence[int]) -> _Picker:
+def picker(indices: Sequence[int]) -> Picker:
     """A function that takes these gradients out of a list, at the speed of C."""
     if len(indices) > 1:
         return itemgetter(*indices)
@@ -79,13 +79,13 @@ def _picker(indices: Sequence[int]) -> _Picker:
 
 
 class Pack(NamedTuple):
-    """Small ranges of one dtype, at most `PACK` elements together."""
+    """Small ranges of one dtype, at most `PACK` bytes together."""
 
     spans: list[Span]
     numel: int
     rows: tuple[int, ...] | None
     """What follows the first dimension, where all are whole gradients that agree in it and can be joined as is."""
-    pick: _Picker
+    pick: Picker
 
     def join(self, gradients: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
         """Copy all into the one-dimensional `out`, which has `numel` elements. Returns the tensors that were copied."""
@@ -104,7 +104,7 @@ class Group(NamedTuple):
     dtype: torch.dtype
     short: bool
     """Whether none has more than `SHORT` elements; else all have."""
-    pick: _Picker
+    pick: Picker
     merged: list[Span]
 
     def tensors(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -127,6 +127,8 @@ class Layout:
     device: torch.device
     rows: list[Span] = field(default_factory=list)
     """Matrices in fp32 or fp64 that consist of short rows already: no view is needed to read them exactly."""
+    pick_rows: Picker = field(default=picker(()))
+    """Takes these out of the gradients."""
     matrices: list[Matrix] = field(default_factory=list)
     """Other long ranges in fp32 or fp64 that short rows divide evenly."""
     long: list[Span] = field(default_factory=list)
@@ -157,7 +159,7 @@ class Layout:
             alike = [span for span in spans if (span.numel <= SHORT) is short]
             if alike:
                 whole = [span.first for span in alike if span.tensors == 1]
-                self.groups.append(Group(dtype, short, _picker(whole), [span for span in alike if span.tensors > 1]))
+                self.groups.append(Group(dtype, short, picker(whole), [span for span in alike if span.tensors > 1]))
         self.narrow |= dtype is not torch.float64
         self.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
         small: list[Span] = []
@@ -176,7 +178,8 @@ class Layout:
                 self.long.append(span)
             else:
                 self.matrices.append(Matrix(span, (span.numel // row, row), (row, 1)))
-        self.packs.extend(_pack(small, shapes))
+        self.pick_rows = picker([span.first for span in self.rows])
+        self.packs.extend(_pack(small, shapes, PACK // dtype.itemsize))
 
 
 @lru_cache(maxsize=4096)
@@ -184,7 +187,7 @@ def row_length(numel: int, longest: int = ROW) -> int:
     """At most `longest`, and if possible a divisor, so that no rest needs a call of its own."""
     if numel <= longest:
         return numel
-    if numel > PACK:
+    if numel > 1 << 19:
         return longest  # one more call does not show
     candidates = [*range(longest, longest // 4, -16), *range(longest - 1, longest // 4, -1)]
     return next((row for row in candidates if numel % row == 0), longest)
@@ -279,8 +282,9 @@ def _merge(
     return merged
 
 
-def _pack(spans: list[Span], shapes: Sequence[torch.Size]) -> list[Pack]:
-    """Distribute small ranges over packs: those that can be joined as they are by shape, all others together."""
+def _pack(spans: list[Span], shapes: Sequence[torch.Size], most: int) -> list[Pack]:
+    """Distribute small ranges over packs of at most `most` elements: what can be joined as it is by shape, all others
+    together."""
     alike: dict[tuple[int, ...] | None, list[Span]] = {}
     for span in spans:
         shape = shapes[span.first]
@@ -291,7 +295,7 @@ def _pack(spans: list[Span], shapes: Sequence[torch.Size]) -> list[Pack]:
     for rows, members in alike.items():
         start = total = 0
         for end, span in enumerate(members):
-            if total + span.numel > PACK:
+            if total + span.numel > most:
                 packs.append(_one_pack(members[start:end], total, rows))
                 start, total = end, 0
             total += span.numel
@@ -300,4 +304,4 @@ def _pack(spans: list[Span], shapes: Sequence[torch.Size]) -> list[Pack]:
 
 
 def _one_pack(spans: list[Span], numel: int, rows: tuple[int, ...] | None) -> Pack:
-    return Pack(spans, numel, rows, _picker([span.first for span in spans]))
+    return Pack(spans, numel, rows, picker([span.first for span in spans]))

@@ -6,14 +6,14 @@ Whatever is wrong here is not raised but returned: the rank still takes part in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distclip.errors import DistclipError, LayoutError
-from distclip.measure import RangeCache
+from distclip.measure import Bundle
 from distclip.plan import ddp
 from distclip.plan.dtensor import local_of, synchronises
 from distclip.plan.fsdp1 import is_unsynchronised
@@ -43,15 +43,23 @@ class Gradients:
     problem: DistclipError | None
     """What this rank must tell the others before anyone goes on."""
 
-    def of(self, bucket: Bucket, without: frozenset[int] = frozenset()) -> list[Tensor]:
-        """The gradients of a bucket that exist, without those of some entries."""
-        local = self.local
-        indices = [index for index in bucket.entries if index not in without] if without else bucket.entries
-        return [gradient for index in indices if (gradient := local[index]) is not None]
+    _bundles: dict[int, Bundle] = field(default_factory=dict, repr=False)
 
-    def cache_of(self, bucket: Bucket) -> RangeCache | None:
-        """What is remembered about where the bucket's gradients lie, if they were measured where they lie."""
-        return None if self.summed else bucket.cache
+    def bundle(self, bucket: Bucket) -> Bundle:
+        """The gradients of a bucket as they are measured."""
+        found = self._bundles.get(id(bucket))
+        if found is None:
+            # sums are made anew in every step, so there is nothing to remember of them
+            found = Bundle(self.measurable(bucket.entries), None if self.summed else bucket.cache)
+            self._bundles[id(bucket)] = found
+        return found
+
+    def writable(self, bucket: Bucket, without: frozenset[int]) -> list[Tensor] | Bundle:
+        """The gradients of a bucket as they are multiplied, except those of some entries."""
+        if not self.summed and not without:
+            return self.bundle(bucket)
+        found = [self.local[index] for index in bucket.entries if index not in without]
+        return [gradient for gradient in found if gradient is not None]
 
     def measurable(self, indices: Sequence[int]) -> list[Tensor]:
         """The gradients of these entries as they are measured: sums in place of addends."""

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distclip.measure import RangeCache, max_abs, measure, scaled_power_sum
+from distclip.measure import Bundle, RangeCache, max_abs, measure, scaled_power_sum
 from distclip.measure.device import measure_on_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -125,7 +125,7 @@ def gradient(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=400, deadline=None)
 def test_any_bucket_is_measured_as_long_doubles_say(gradients: list[Tensor], norm_type: float, cached: bool) -> None:
     before = [gradient.clone() for gradient in gradients]
-    check(gradients, norm_type, measure(gradients, norm_type, cache=RangeCache() if cached else None))
+    check(gradients, norm_type, measure(Bundle(gradients, RangeCache()) if cached else gradients, norm_type))
     for gradient, copy in zip(gradients, before, strict=True):
         np.testing.assert_array_equal(elements(gradient), elements(copy), "measuring must not write")
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from distclip.measure import RangeCache, measure
+from distclip.measure import Bundle, RangeCache, measure
 from distclip.measure.ranges import PACK, SMALL, Span, layouts
 
 
@@ -55,7 +55,7 @@ def test_small_ranges_of_one_dtype_are_packed_up_to_a_limit_and_long_ones_left_a
     (layout,) = layouts([*small, torch.ones(SMALL // 4), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 2).t()])
     assert [span.first for span in layout.spans()] == [40]
     assert layout.others == [42]
-    assert [sum(span.numel for span in pack.spans) == pack.numel <= PACK for pack in layout.packs] == [True] * 4
+    assert [sum(span.numel for span in pack.spans) == pack.numel <= PACK // 4 for pack in layout.packs] == [True] * 4
     assert sorted(span.first for pack in layout.packs for span in pack.spans) == [*range(40), 41]
 
 
@@ -81,7 +81,7 @@ def test_the_cache_is_used_while_nothing_moves_and_holds_no_gradient() -> None:
     first = cache.layouts(gradients)
     buffer.add_(1.0)
     assert cache.layouts([buffer[:5], buffer[5:]]) is first
-    assert measure(gradients, 1.0, cache=cache)[0] == 10
+    assert measure(Bundle(gradients, cache), 1.0)[0] == 10
     import gc
     import weakref
 
@@ -96,7 +96,7 @@ def test_the_cache_notices(change: str) -> None:
     cache = RangeCache()
     buffer = torch.ones(24)
     gradients = [buffer[:12].view(3, 4), buffer[12:]]
-    before = measure(gradients, 1.0, cache=cache)
+    before = measure(Bundle(gradients, cache), 1.0)
     assert before[0] == 24
     changed = {
         "moved": [torch.full((3, 4), 2.0), torch.full((12,), 2.0)],
@@ -108,8 +108,8 @@ def test_the_cache_notices(change: str) -> None:
         "more": [buffer[:12], buffer[12:], torch.ones(1)],
     }[change]
     wanted = sum(gradient.to(torch.float64).abs().sum().item() for gradient in changed)
-    assert measure(changed, 1.0, cache=cache)[0].item() == pytest.approx(wanted)
-    assert measure(gradients, 1.0, cache=cache)[0] == 24
+    assert measure(Bundle(changed, cache), 1.0)[0].item() == pytest.approx(wanted)
+    assert measure(Bundle(gradients, cache), 1.0)[0] == 24
 
 
 def test_the_cache_notices_separate_storages_where_one_buffer_was() -> None:
@@ -123,5 +123,5 @@ def test_the_cache_notices_separate_storages_where_one_buffer_was() -> None:
         torch.frombuffer(memory, dtype=torch.float32, offset=40),
     ]
     assert [gradient.data_ptr() for gradient in apart] == [gradient.data_ptr() for gradient in merged]
-    assert measure(apart, 1.0, cache=cache)[0] == 20
+    assert measure(Bundle(apart, cache), 1.0)[0] == 20
     assert cache.layouts(apart)[0].merged == []
