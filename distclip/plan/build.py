@@ -55,18 +55,21 @@ def build_plan(
     found: list[Found] = []
     keys: list[str] = []
     words: dict[str, bool] = {}
+    marked: list[int] = []
     if problem is None:
         try:
             declaration.problem()
             found = walk(items)
             words = declaration.words(items)
-            ddp.check_ignored(found, declaration.covers, 1 if group is None else dist.get_world_size(group))
+            declared = [declaration.declares(item.name) for item in found]
+            known = [said or is_marked(item.parameter) for said, item in zip(declared, found, strict=True)]
+            ddp.check_ignored(found, known, 1 if group is None else dist.get_world_size(group))
+            marked = [index for index in marked_of(found) if not declared[index]]
             keys = groups.assign(declaration.param_groups, [item.name for item in found])
         except Exception as error:  # also what a function for param_groups raises: other ranks are waiting
             problem = for_all_ranks(error)
     parameters = [item.parameter for item in found]
     placements = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters]
-    marked = marked_of(found)
     other_placements, most_marked = introduce(
         problem,
         arguments or {},

@@ -12,7 +12,7 @@ Private names, all in this file: `_join_config` (torch/distributed/algorithms/jo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,15 +49,15 @@ def check_join(module: DistributedDataParallel) -> None:
         )
 
 
-def check_ignored(found: Sequence[Found], declared: Callable[[Found], bool], ranks: int) -> None:
-    """Raise LayoutError for parameters that DDP was told to ignore and that nobody declared.
+def check_ignored(found: Sequence[Found], declared: Sequence[bool], ranks: int) -> None:
+    """Raise LayoutError for parameters that DDP was told to ignore and that are not `declared`.
 
     No one reduces their gradients, so that each rank has one of its own, however alike the values still are. One that
     is frozen has none. `ranks`: how many there are where the wrapper is not known.
     """
     ignored: dict[DistributedDataParallel, set[int]] = {}
     names = []
-    for item in found:
+    for item, known in zip(found, declared, strict=True):
         if not item.parameter.requires_grad or isinstance(item.parameter, DTensor):
             continue
         if item.ddp is None:
@@ -66,7 +66,7 @@ def check_ignored(found: Sequence[Found], declared: Callable[[Found], bool], ran
             if item.ddp not in ignored:
                 ignored[item.ddp] = _ignored_by(item.ddp)
             lonely = id(item.parameter) in ignored[item.ddp]
-        if lonely and not declared(item):
+        if lonely and not known:
             names.append(item.name)
     if names:
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""

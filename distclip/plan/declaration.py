@@ -18,8 +18,7 @@ from distclip.errors import ConfigError
 from distclip.plan.collectives import check_group, gather_integers, raise_together
 from distclip.plan.fingerprint import structure_of
 from distclip.plan.groups import ParamGroups
-from distclip.plan.marked import is_marked
-from distclip.plan.sources import Found, modules_of, names_of
+from distclip.plan.sources import modules_of, names_of
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,9 @@ class Declaration:
                 return (dist.get_rank() if dist.is_initialized() else 0,)
         return None
 
-    def covers(self, item: Found) -> bool:
-        """Whether something is said of this parameter alone, here or by the mark on experts."""
-        declared = self.owners_of(item.name) is not None or item.name in self.aliases()
-        return declared or is_marked(item.parameter)
+    def declares(self, name: str) -> bool:
+        """Whether something is said of this parameter alone."""
+        return self.owners_of(name) is not None or name in self.aliases()
 
     def aliases(self) -> dict[str, str]:
         """Every name of a tied parameter -> the first of its names."""

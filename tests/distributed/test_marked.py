@@ -147,6 +147,19 @@ def test_copies_that_drifted_apart_are_an_error_where_the_group_is_declared(rank
         assert "'experts.0.weight' (plain) holds different values on ranks 0, 1" in str(error)
 
 
+def _cost(owned: list[str]) -> int:
+    with count() as issued:
+        norm = distclip.GradientClipper([("experts.0.weight", scalar(3.0, 1.0))], owned=owned).measure().total_norm
+    assert norm.item() == pytest.approx(18**0.5 if owned else 3.0, rel=1e-7)
+    return issued["allgather"]
+
+
+def test_experts_that_are_declared_too_need_no_comparison(ranks: Any) -> None:
+    marked, declared = ranks(_cost, 2, []), ranks(_cost, 2, ["experts.*"])
+    # the exchange of hashes, and the first gradients of what was found to be a copy
+    assert [cost - 2 for cost in marked] == declared
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8])
 def test_constants_of_any_dtype_are_known(dtype: torch.dtype) -> None:
     for shape in ((2, 3), ()):
