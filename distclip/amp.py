@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from distclip.errors import ConfigError
+from distclip.optimizers import parameters_of
 from distclip.plan.dtensor import local_of
 
 
@@ -61,6 +62,8 @@ class ScalerLink:
             if set(map(id, self._optimizers)) & set(map(id, link._optimizers)):
                 links.discard(link)  # a new clipper for the same optimizers takes the place of the old one
         links.add(self)
+        if not isinstance(scaler.unscale_, _Unscale):
+            scaler.unscale_ = _Unscale(scaler)  # type: ignore[method-assign]
 
     def scale_to_undo(self) -> float | Tensor:
         """What the gradients must be divided by: the scale that backward used, or 1.0 if that was done already.
@@ -70,7 +73,11 @@ class ScalerLink:
         Raises:
             ConfigError: a call is missing or in the wrong place; the text says which to move.
         """
-        states = [self.scaler._per_optimizer_states.get(id(optimizer)) for optimizer in self._optimizers]
+        wrappers = self._wrappers()
+        states = [
+            self.scaler._per_optimizer_states.get(wrappers.get(id(optimizer), id(optimizer)))
+            for optimizer in self._optimizers
+        ]
         stages = [OptState.READY if state is None else state["stage"] for state in states]
         if self._stepped and not any(states):
             self._stepped = False  # the caller has called update()
@@ -109,8 +116,8 @@ class ScalerLink:
         assert self.scaler._scale is not None
         target = self.scaler._scale.device
         self._found = []
-        for optimizer in self._optimizers:
-            state = self.scaler._per_optimizer_states[id(optimizer)]
+        for key in self._keys():
+            state = self.scaler._per_optimizer_states[key]
             # A tensor of its own for each: update() adds them up in place. Exactly 0 or 1: kernels test == 1.
             found = found_inf.to(device=target, dtype=torch.float32).clone()
             state["found_inf_per_device"] = {target: found}
@@ -139,6 +146,23 @@ class ScalerLink:
                             return local_of(parameter.grad)
         return None
 
+    def _keys(self) -> set[int]:
+        """How the scaler may know these optimizers: what the caller hands to scaler.step() may be a wrapper."""
+        return {*map(id, self._optimizers), *self._wrappers().values()}
+
+    def _wrappers(self) -> dict[int, int]:
+        """id of an optimizer -> that of something else that holds the same parameters and was unscaled in its place."""
+        seen: dict[int, frozenset[int]] = getattr(self.scaler.unscale_, "seen", {})
+        ours = {id(optimizer) for optimizer in self._optimizers}
+        found: dict[int, int] = {}
+        for key, state in self.scaler._per_optimizer_states.items():
+            if key in ours or state["stage"] is OptState.READY or key not in seen:
+                continue
+            for optimizer in self._optimizers:
+                if not seen[key].isdisjoint(map(id, parameters_of(optimizer))):
+                    found[id(optimizer)] = key
+        return found
+
     @property
     def alone(self) -> bool:
         """Whether no other clipper uses this scaler."""
@@ -153,8 +177,8 @@ class ScalerLink:
         self._stepped = True
         if learned is False:
             # A found_inf of 0 would count as a good step, and make the scale grow.
-            for optimizer in self._optimizers:
-                self.scaler._per_optimizer_states.pop(id(optimizer), None)
+            for key in self._keys():
+                self.scaler._per_optimizer_states.pop(key, None)
         links = list(_links[self.scaler])
         if not all(link._stepped for link in links):
             return
@@ -168,6 +192,23 @@ class ScalerLink:
                 state.copy_(torch.where(learned, state, old))
         elif any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
             self.scaler.update()
+
+
+class _Unscale:
+    """Stands in for a scaler's `unscale_`, and remembers whose parameters each call went to.
+
+    The scaler knows optimizers by identity only. A wrapper around the optimizer that distclip got (accelerate,
+    Lightning, a class of the user's) is another object with the same gradients, which must not be unscaled twice.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self.seen: dict[int, frozenset[int]] = {}
+        """id of what `unscale_` was called with -> ids of its parameters; holds while the scaler has a state for it."""
+
+    def __call__(self, optimizer: Any) -> None:
+        type(self._scaler).unscale_(self._scaler, optimizer)
+        self.seen[id(optimizer)] = frozenset(map(id, parameters_of(optimizer)))
 
 
 _links: weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[ScalerLink]] = weakref.WeakKeyDictionary()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -195,6 +197,58 @@ def test_clipping_before_any_backward_is_a_skip() -> None:
     assert report.skip_reason == "no_gradients"
     scaler.step(optimizer)
     scaler.update()
+
+
+class Wrapper:
+    """An optimizer inside another object, as accelerate and Lightning have them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def _through_a_wrapper(how: str, bad: bool) -> tuple[float, float, list[float]]:
+    parameter = parameter_with(3072.0, math.inf if bad and dist.get_rank() == 1 else 4096.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    wrapper, scaler = Wrapper(optimizer), scaled_up(1024.0)
+    clipper = distclip.GradientClipper([("w", parameter)], optimizer, max_norm=1.0, scaler=scaler, owned=["w"])
+    scaler.unscale_(wrapper)  # type: ignore[arg-type]
+    if how == "step":
+        report = clipper.step()
+    else:
+        report = clipper.clip_()
+        scaler.step(wrapper)  # type: ignore[arg-type]
+        scaler.update()
+    return float(report.total_norm), scaler.get_scale(), parameter.tolist()
+
+
+@pytest.mark.parametrize("how", ["step", "clip_"])
+def test_gradients_unscaled_through_a_wrapper_are_not_unscaled_twice(ranks: Any, how: str) -> None:
+    for norm, scale, weight in ranks(_through_a_wrapper, 2, how, False):
+        assert norm == pytest.approx(math.sqrt(2) * 5.0)
+        assert scale == 1024.0
+        assert weight == pytest.approx([-0.6 / math.sqrt(2), -0.8 / math.sqrt(2)], rel=1e-6)
+    for norm, scale, weight in ranks(_through_a_wrapper, 2, how, True):  # the wrapper's step sees what all agreed
+        assert norm == math.inf
+        assert scale == 512.0
+        assert weight == [0.0, 0.0]
+
+
+def test_another_optimizer_of_the_same_scaler_is_no_wrapper() -> None:
+    one, two = parameter_with(8.0), parameter_with(8.0)
+    mine, other = torch.optim.SGD([one], lr=1.0), torch.optim.SGD([two], lr=1.0)
+    scaler = scaled_up(4.0)
+    clipper = distclip.GradientClipper([one], mine, max_norm=10.0, scaler=scaler)
+    scaler.unscale_(other)
+    assert float(clipper.clip_().total_norm) == 2.0
+    scaler.step(mine)
+    scaler.step(other)
+    scaler.update()
+    assert [one.item(), two.item()] == [-2.0, -2.0]
+    assert copy.deepcopy(scaler).get_scale() == pickle.loads(pickle.dumps(scaler)).get_scale() == scaler.get_scale()
 
 
 def test_a_step_without_gradients_teaches_the_scaler_nothing() -> None:
