@@ -19,7 +19,7 @@ from distclip.measure.exact import FP64_FLOOR, exact, flagged
 from distclip.measure.ranges import LONGEST, ROW, Layout, Span, row_length
 from distclip.measure.values import REAL, blocks, readable
 
-_HALF_ROW = 512
+_HALF_ROW = 1024
 """As `ROW`, for half precision, which is spread over 32 accumulators."""
 
 _BLOCK = 1 << 19

@@ -187,7 +187,7 @@ def row_length(numel: int, longest: int = ROW) -> int:
     """At most `longest`, and if possible a divisor, so that no rest needs a call of its own."""
     if numel <= longest:
         return numel
-    if numel > 1 << 19:
+    if numel > PACK:
         return longest  # one more call does not show
     candidates = [*range(longest, longest // 4, -16), *range(longest - 1, longest // 4, -1)]
     return next((row for row in candidates if numel % row == 0), longest)
