@@ -23,7 +23,7 @@ from distclip.measure import max_abs, measure, measure_on_device, scaled_power_s
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
 
-HEADER = 11
+HEADER = 12
 (
     REPLAN,
     PROBLEM,
@@ -36,6 +36,7 @@ HEADER = 11
     ELEMENTS,
     GRADIENTS,
     LATE,
+    COARSE,
 ) = range(HEADER)
 
 ROW = 7
@@ -74,18 +75,21 @@ def exchange(
     scale: float | Tensor,
     config: int,
     problem: bool,
-    late: bool,
+    late: bool = False,
+    elementwise: bool = False,
 ) -> Packet:
     """Measure the local gradients and sum the packet over all ranks: the one collective of an ordinary step.
 
     Without a plan (not made yet, or not for this source) the rank asks for a new one and contributes nothing. `late`
-    says that this rank is not going to read the sum before it steps.
+    says that this rank is not going to read the sum before it steps; `elementwise` is for a second look at gradients that
+    hold nan or inf, which a device counts as wholes in its first.
     """
     local = torch.zeros(HEADER + groups * ROW, dtype=torch.float64, device=device)
     header = [0.0] * HEADER
     header[REPLAN] = float(gradients is None or gradients.stale)
     header[PROBLEM] = float(problem)
     header[LATE] = float(late)
+    header[COARSE] = float(plan is not None and plan.coarse and not elementwise)
     header[CONFIG] = float(config)
     header[CONFIG_SQUARED] = float(config) ** 2
     usable = gradients if gradients is not None and not gradients.stale and not problem else None
@@ -99,7 +103,7 @@ def exchange(
     local[SCALE_SQUARED] = local[SCALE] ** 2
     rows = local[HEADER:].view(groups, ROW)
     marks: list[tuple[tuple[int, ...], Tensor]] | None = [] if late else None
-    amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type, marks)
+    amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type, marks, elementwise)
     local_rows = rows if group is None else rows.clone()
     started = time.perf_counter()
     if group is not None:
@@ -115,6 +119,7 @@ def _fill(
     gradients: Gradients,
     norm_type: float,
     marks: list[tuple[tuple[int, ...], Tensor]] | None,
+    elementwise: bool,
 ) -> list[Tensor]:
     """Add this rank's part to `rows`, and each gradient's to `marks` if wanted; return the amounts of all buckets."""
     amounts = []
@@ -123,7 +128,8 @@ def _fill(
         if not bundle.gradients:
             continue
         if marks is None:
-            stats = measure(bundle, norm_type).to(rows.device, non_blocking=True)
+            # Waits where a device's number goes to the CPU (gloo): copied without waiting it would be read too early.
+            stats = measure(bundle, norm_type, elementwise=elementwise).to(rows.device)
         else:
             stats, each = measure_on_device(bundle.gradients, norm_type)
             marks.append((tuple(index for index in bucket.entries if gradients.local[index] is not None), each))

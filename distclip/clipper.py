@@ -310,8 +310,8 @@ class GradientClipper:
         except (DistclipError, TypeError) as error:
             problem = error
         if isinstance(scale, Tensor):
-            # On CPU a host read is free; on CUDA the factor stays on the device, as a copy that update() leaves alone.
-            scale = float(scale) if scale.device.type == "cpu" else scale.double()
+            # Where both are on one device it stays there, as a copy that update() leaves alone; a read is free on the CPU.
+            scale = scale.double() if scale.device == self.plan.device and not scale.is_cpu else float(scale)
         found = survey(
             self.plan,
             self._make_plan,

@@ -2,7 +2,8 @@
 
 A survey ends on every rank alike: with the same numbers, or with the same error. The order of collectives is the same
 on every rank whatever its data: the packet comes first, always, and only what the summed packet says decides what
-follows (a new plan, an exchange of errors, the maxima of an inf-norm, names of nonfinite parameters).
+follows (a new plan, an exchange of errors, a second look at nonfinite gradients on devices, the maxima of an inf-norm,
+names of nonfinite parameters).
 
 Reading the sum makes the host wait for the device, once per step. A rank that would rather not wait (`distclip.late`)
 says so in the packet and goes on with what the device computes from it. Then every rank, also one that did wait, leaves
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distclip.agree import (
+    COARSE,
     CONFIG,
     CONFIG_SQUARED,
     ELEMENTS,
@@ -132,7 +135,8 @@ def survey(
         statement = Statement(group, trouble, arguments, scale, missing)
         fits = plan is not None and gradients is not None and not gradients.stale and trouble is None
         unread = late and fits and plan is not None and plan.verified and not plan.waits
-        packet = exchange(
+        send = partial(
+            exchange,
             plan,
             gradients,
             groups=1 if plan is None else len(plan.param_groups),
@@ -142,8 +146,8 @@ def survey(
             scale=scale,
             config=structure_of(sorted(arguments.items())) & 0xFFF,
             problem=trouble is not None,
-            late=unread,
         )
+        packet = send(late=unread)
         if unread:
             assert plan is not None
             assert gradients is not None
@@ -160,7 +164,11 @@ def survey(
         if not header[REPLAN]:
             assert plan is not None
             assert gradients is not None
-            facts = _facts(plan, header, packet.rows.tolist(), statement)
+            rows = packet.rows.tolist()
+            facts = _facts(plan, header, rows, statement)
+            if header[COARSE] and any(row[kind] for row in rows for kind in (NAN, INF, REPLICA_NAN, REPLICA_INF)):
+                # agreed by all: the norm of what is finite, and counts of elements, need a second look on devices
+                packet = send(elementwise=True)
             return _conclude(plan, gradients, packet, statement, norm_type, facts)
         plan = make_plan(None)
     raise AgreementError(

@@ -27,25 +27,25 @@ from torch import Tensor
 from distclip.measure.bundle import Bundle, as_bundle
 from distclip.measure.cpu import measure_on_cpu
 from distclip.measure.device import combine, measure_on_device
-from distclip.measure.exact import exact
+from distclip.measure.exact import exact, flagged
 
 
 @torch.no_grad()
-def measure(gradients: Sequence[Tensor] | Bundle, norm_type: float) -> Tensor:
+def measure(gradients: Sequence[Tensor] | Bundle, norm_type: float, *, elementwise: bool = False) -> Tensor:
     """Measure the local gradients of one bucket.
 
     Args:
         gradients: see `Bundle`. Nothing is written.
         norm_type: p > 0, or inf.
+        elementwise: look at every element also on an accelerator, which takes several passes over the gradients.
 
     Returns:
         fp64 tensor [amount, nan count, inf count, flag], on CPU if all gradients are there, else on the first other
         device among them.
 
         - amount: sum over finite elements of |g|^p for p < inf, largest finite |g| for p = inf.
-        - counts: of elements. On CUDA, where finding out must not wait for the device, of gradients whose norm is nan
-          or inf; the amount then leaves those out as a whole. Measure again after `zero_nonfinite_`
-          if the norm of the rest is wanted.
+        - counts: of elements. On CUDA, unless `elementwise`, of gradients whose norm is nan or inf; the amount then
+          leaves those out as a whole.
         - flag: 1.0 if finite elements give a sum that fp64 cannot hold (p > 4, or fp64 gradients). Agree on the largest
           `max_abs` over ranks, then use `scaled_power_sum`.
 
@@ -68,7 +68,11 @@ def measure(gradients: Sequence[Tensor] | Bundle, norm_type: float) -> Tensor:
     ]
     for device in dict.fromkeys(layout.device for layout, _ in work if layout.device.type != "cpu"):
         there = [gradient for gradient in bundle.gradients if gradient.device == device]
-        found.append(measure_on_device(there, norm_type)[0])
+        if elementwise:
+            numel = sum(gradient.numel() for gradient in there)
+            found.append(flagged(exact(there, norm_type, device), numel, norm_type))
+        else:
+            found.append(measure_on_device(there, norm_type)[0])
     if not found:
         return torch.zeros(4, dtype=torch.float64, device="cpu")
     return found[0] if len(found) == 1 else combine(_gather(found), norm_type)
@@ -107,6 +111,9 @@ def scaled_power_sum(gradients: Sequence[Tensor], norm_type: float, scale: float
 
 
 def _gather(found: list[Tensor]) -> list[Tensor]:
-    """Bring results together on the first device that is not the CPU: its stream then orders what follows."""
+    """Bring results together on the first device that is not the CPU: its stream then orders what follows.
+
+    So nothing goes from a device to the CPU here, where it could be read before it has arrived.
+    """
     device = next((tensor.device for tensor in found if tensor.device.type != "cpu"), found[0].device)
     return [tensor.to(device, non_blocking=True) for tensor in found]

@@ -91,6 +91,8 @@ class Plan:
 
     distributed: bool = field(init=False)
     """What every step would otherwise find out again, here and below: whether any entry is a DTensor."""
+    coarse: bool = field(init=False)
+    """Whether this rank's first look at some gradients tells nan and inf of whole gradients only."""
     flattened: tuple[int, ...] = field(init=False)
     """Entries that FSDP1 manages."""
     present: float = field(init=False)
@@ -103,6 +105,7 @@ class Plan:
     def __post_init__(self) -> None:
         owned = [entry for entry in self.entries if entry.owned_by(self.rank)]
         self.distributed = any(entry.placements is not None for entry in self.entries)
+        self.coarse = any(parameter.device.type not in ("cpu", "meta") for parameter in self.parameters)
         self.flattened = tuple(index for index, entry in enumerate(self.entries) if entry.layout.scheme == "fsdp1")
         self.present = math.fsum(entry.weight for entry in owned)
         self.present_share = math.fsum(entry.weight / len(entry.holders) for entry in self.entries)

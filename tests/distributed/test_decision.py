@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distclip
 from distclip.telemetry.record import RunInfo, StepRecord
 from distclip.testing import RankFailure
+from distclip.testing.collectives import count
 
 
 class Recorder:
@@ -365,3 +367,40 @@ def _fused(bad: bool) -> tuple[int, bool, bool]:
 def test_a_fused_optimizer_sees_the_agreed_found_inf(ranks: Any) -> None:
     assert ranks(_fused, 2, True) == [(0, False, True)] * 2
     assert ranks(_fused, 2, False) == [(0, True, False)] * 2
+
+
+def _seen_as_on_a_device(nonfinite: str, norm_type: float) -> list[Any]:
+    """Rank 1 has a bad element beside finite ones; its first look tells whole gradients only, as on a device."""
+    from distclip import agree
+    from distclip.measure import measure, measure_on_device
+
+    def coarse(bundle: Any, p: float, *, elementwise: bool = False) -> Tensor:
+        return measure(bundle, p) if elementwise else measure_on_device(bundle.gradients, p)[0]
+
+    rank = dist.get_rank()
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, math.nan, math.inf] if rank == 1 else [0.0, 4.0, 0.0])
+    clipper = distclip.GradientClipper(
+        [("w", parameter)], max_norm=1.0, norm_type=norm_type, owned=["w"], nonfinite=nonfinite
+    )
+    clipper.plan.coarse = rank == 1
+    sink = Recorder()
+    clipper._reporter._sink = sink
+    with mock.patch.object(agree, "measure", coarse), count() as counted:
+        report = clipper.clip_()
+    (record,) = sink.records
+    return [report.host().total_norm, parameter.grad.tolist(), record.nan, record.inf, record.local_nan, dict(counted)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_bad_elements_on_devices_are_looked_at_one_by_one_when_there_are_any(ranks: Any, norm_type: float) -> None:
+    norm = 4.0 if math.isinf(norm_type) else 5.0
+    for rank, found in enumerate(ranks(_seen_as_on_a_device, 2, "zero", norm_type)):
+        total, gradient, nan, inf, local_nan, counted = found
+        assert total == pytest.approx(norm)
+        assert gradient == pytest.approx([3.0 / norm, 0.0, 0.0] if rank == 1 else [0.0, 4.0 / norm, 0.0], rel=1e-6)
+        assert (nan, inf, local_nan) == (1, 1, rank)
+        assert counted["allreduce"] == 2 + math.isinf(norm_type)  # the packet twice, and the maxima
+    for rank, found in enumerate(ranks(_seen_as_on_a_device, 2, "skip", norm_type)):
+        assert math.isnan(found[0])
+        assert found[2:5] == [1, 1, rank]
