@@ -81,8 +81,8 @@ def exchange(
     """Measure the local gradients and sum the packet over all ranks: the one collective of an ordinary step.
 
     Without a plan (not made yet, or not for this source) the rank asks for a new one and contributes nothing. `late`
-    says that this rank is not going to read the sum before it steps; `elementwise` is for a second look at gradients that
-    hold nan or inf, which a device counts as wholes in its first.
+    says that this rank is not going to read the sum before it steps; `elementwise` is for a second look at gradients
+    that hold nan or inf, which a device counts as wholes in its first.
     """
     local = torch.zeros(HEADER + groups * ROW, dtype=torch.float64, device=device)
     header = [0.0] * HEADER

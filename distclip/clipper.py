@@ -35,16 +35,16 @@ from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError, 
 from distclip.fold import folded
 from distclip.integrations import is_deepspeed_engine
 from distclip.late import Gate, LateFolds, LateStep, Pending, late_folds, take_step
-from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_coverage, check_fold
-from distclip.plan.build import build_plan
+from distclip.optimizers import FoldPlan, Optimizers, as_follower, as_optimizers, check_fold
+from distclip.outcome import judge, report_on
 from distclip.plan.collectives import GroupReference, resolve
 from distclip.plan.declaration import Declaration
 from distclip.plan.groups import ParamGroups
 from distclip.plan.plan import Plan
-from distclip.plan.sources import Source, items_of, tensors_of
-from distclip.plan.structure import Structure
+from distclip.plan.sources import Source, items_of
+from distclip.planner import Planner
 from distclip.policy import Decision, decide_fixed
-from distclip.report import GroupReport, SkipReason, StepReport, Verdict
+from distclip.report import StepReport, Verdict
 from distclip.reporter import Reporter
 from distclip.survey import Survey, survey
 from distclip.telemetry.record import Culprit, Sink
@@ -116,11 +116,10 @@ class GradientClipper:
         fold: Literal["auto", "never", "always"] = "auto",
     ) -> None:
         self._group = GroupReference(resolve(group))
-        self._declaration = Declaration(owned, tied, pipeline_group, param_groups)
         self._limits: dict[str, float] = {}
-        self._items: list[Any] = []
+        items: list[Any] = []
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._structure: Structure | None = None
+        scaled = False
         problem: Exception | None = None
         try:
             self._max_norm = None if max_norm is None else check_max_norm(max_norm)
@@ -130,9 +129,10 @@ class GradientClipper:
             self._limits = check_param_groups(param_groups)
             self._optimizers = as_optimizers(optimizer)
             self._scaler = amp.check_scaler(scaler)
+            scaled = self._scaler is not None
             self._fold = check_fold(fold, self._optimizers)
             check_telemetry(telemetry)
-            self._items = items_of(source)
+            items = items_of(source)
         except Exception as error:  # other ranks are waiting, whatever it is
             problem = for_all_ranks(error)
         self._arguments = {
@@ -143,7 +143,9 @@ class GradientClipper:
             "max_consecutive_skips": repr(max_consecutive_skips),
             "scaler": "given" if scaler is not None else "None",
         }
-        self.plan: Plan = self._make_plan(problem)
+        declaration = Declaration(owned, tied, pipeline_group, param_groups)
+        self._planner = self._planner_for(items, self._group, declaration, self._arguments, self._optimizers, scaled)
+        self.plan: Plan = self._planner.make(problem)
         """Who holds what; made anew, by all ranks together, when parameters change."""
         sink = auto_sink() if isinstance(telemetry, str) else telemetry
         self._reporter = Reporter(sink, "fixed", self._nonfinite, self._norm_type, bool(self._optimizers))
@@ -184,7 +186,7 @@ class GradientClipper:
         self._catch_up()
         found, multiplier, scale = self._survey(1.0, step=False, late=False)
         decision = self._decide(found, multiplier)
-        return self._report(found, decision, scale, self._judge(found, decision))
+        return report_on(self._steps + 1, found, decision, scale, self._judge(found, decision))
 
     def after_step(self, *followers: Any) -> None:
         """Call these after every step that really ran, in this order: what must not advance on a skip.
@@ -237,6 +239,9 @@ class GradientClipper:
             "a GradientClipper cannot be copied or pickled: build one for each model; what to save is its state_dict()"
         )
 
+    def _planner_for(self, *arguments: Any) -> Planner:
+        return Planner(*arguments)
+
     @torch.no_grad()
     def _run(self, grad_multiplier: float, *, step: bool, loss: float | Tensor | None) -> StepReport:
         self._catch_up()
@@ -245,7 +250,8 @@ class GradientClipper:
         found, multiplier, scale = self._survey(grad_multiplier, step, late is not None)
         decision = self._decide(found, multiplier)
         gate = Gate(found, decision) if found.facts is None else None
-        report = self._report(found, decision, scale, gate.verdict if gate else self._judge(found, decision))
+        verdict = gate.verdict if gate else self._judge(found, decision)
+        report = report_on(self._steps + 1, found, decision, scale, verdict)
         culprits = find_culprits(found.plan, found.gradients) if gate is None and report.nonfinite else ()
         self._steps = report.step
         if found.unread:
@@ -284,7 +290,7 @@ class GradientClipper:
         """Do what the last step left for later, if it did; collective then."""
         late = self._pending.take()
         if late is not None:
-            self.plan, culprits = late.follow(self._make_plan, self._reporter)
+            self.plan, culprits = late.follow(self._planner.make, self._reporter)
             self._count_skip(late.report, culprits)
 
     def _late_folds(self) -> LateFolds | None:
@@ -310,11 +316,11 @@ class GradientClipper:
         except (DistclipError, TypeError) as error:
             problem = error
         if isinstance(scale, Tensor):
-            # Where both are on one device it stays there, as a copy that update() leaves alone; a read is free on the CPU.
+            # On the packet's device it stays there, as a copy that update() leaves alone; on the CPU a read is free.
             scale = scale.double() if scale.device == self.plan.device and not scale.is_cpu else float(scale)
         found = survey(
             self.plan,
-            self._make_plan,
+            self._planner.make,
             group=self._group.get(),
             device=self.plan.device,
             norm_type=self._norm_type,
@@ -325,11 +331,14 @@ class GradientClipper:
             },
             scale=scale,
             problem=problem,
-            outdated=self._is_outdated,
+            outdated=self._planner.is_outdated,
             late=late,
         )
         self.plan = found.plan
         return found, grad_multiplier / scale, None if self._link is None else scale
+
+    def _judge(self, found: Survey, decision: Decision) -> Callable[[], Verdict]:
+        return judge(found, decision, stops=self._nonfinite in ("skip", "raise"))
 
     def _decide(self, found: Survey, multiplier: float | Tensor) -> Decision:
         return decide_fixed(
@@ -380,36 +389,6 @@ class GradientClipper:
             # Without any gradient, or without a measurement, nothing was learned about the scale: it stays.
             self._link.finish(learned=report.skip_reason not in ("no_gradients", "undecided"))
 
-    def _judge(self, found: Survey, decision: Decision) -> Callable[[], Verdict]:
-        """What gives the verdict on a step that is not late."""
-        assert found.facts is not None
-        any_gradient, stops = found.facts.any_gradient, self._nonfinite in ("skip", "raise")
-
-        def judge() -> Verdict:
-            nonfinite = bool(decision.nonfinite)
-            bad: SkipReason | None = "nonfinite" if nonfinite and stops else None
-            return Verdict(nonfinite, bad if any_gradient else "no_gradients")
-
-        return judge
-
-    def _report(
-        self, found: Survey, decision: Decision, scale: float | Tensor | None, judge: Callable[[], Verdict]
-    ) -> StepReport:
-        return StepReport(
-            step=self._steps + 1,
-            total_norm=decision.total_norm,
-            clip_coefficient=decision.coefficients[-1],
-            clipped=decision.clipped,
-            loss_scale=None if scale is None else torch.as_tensor(scale, dtype=torch.float64),
-            param_groups={
-                name: GroupReport(
-                    decision.norms[index], decision.coefficients[index], found.nan[index], found.inf[index]
-                )
-                for index, name in enumerate(found.plan.param_groups)
-            },
-            _judge=judge,
-        )
-
     def _count_skip(self, report: StepReport, culprits: tuple[Culprit, ...]) -> None:
         """Count nonfinite skips in a row.
 
@@ -436,34 +415,6 @@ class GradientClipper:
 
     def _learning_rate(self) -> float | Tensor | None:
         return self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
-
-    def _count_optimized(self) -> int:
-        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-
-    def _check_coverage(self) -> None:
-        # After the first plan only what has a gradient counts: a layer that was removed can stay in the optimizer.
-        known, scaled = tensors_of(self._items), self._scaler is not None
-        check_coverage(known, self._optimizers, scaled, stepping=self._structure is not None)
-
-    def _is_outdated(self) -> bool:
-        """Whether parameters were added, removed or wrapped since the plan, in the model or in an optimizer."""
-        assert self._structure is not None
-        return self._count_optimized() != self._optimized or self._structure.changed(self._items)
-
-    def _make_plan(self, problem: Exception | None) -> Plan:
-        optimized, structure = self._count_optimized(), None
-        if problem is None:
-            try:
-                structure = Structure(self._items)
-                self._check_coverage()
-            except Exception as error:  # other ranks are waiting, whatever it is
-                problem = for_all_ranks(error)
-        plan = build_plan(
-            self._items, self._group.get(), declaration=self._declaration, problem=problem, arguments=self._arguments
-        )
-        # Only now: what could not be planned is outdated in the next step as well.
-        self._optimized, self._structure = optimized, structure
-        return plan
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer ran: were its gradients known to be bad?"""

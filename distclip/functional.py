@@ -25,6 +25,7 @@ from distclip.arguments import check_clip_value, check_max_norm, check_norm_type
 from distclip.culprits import describe, find_culprits
 from distclip.errors import LayoutError, NonfiniteGradientError, for_all_ranks
 from distclip.measure.ranges import Picker, picker
+from distclip.outcome import judge, report_on
 from distclip.plan import ddp
 from distclip.plan.build import build_plan
 from distclip.plan.collectives import all_equal, packet_device, resolve, wait_for_all
@@ -33,7 +34,6 @@ from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
 from distclip.plan.sources import Source, items_of, modules_of, tensors_of, walk
 from distclip.policy import decide_fixed
-from distclip.report import GroupReport, StepReport, Verdict
 from distclip.reporter import Reporter
 from distclip.survey import Survey, survey
 from distclip.telemetry.sinks import auto_sink
@@ -276,16 +276,7 @@ def _finish(
         scale_all_(found.plan, found.gradients, decision.coefficients)
     calls.steps += 1
     assert found.facts is not None  # a call is never late
-    verdict = Verdict(bool(decision.nonfinite), None if found.facts.any_gradient else "no_gradients")
-    report = StepReport(
-        step=calls.steps,
-        total_norm=decision.total_norm,
-        clip_coefficient=decision.coefficients[-1],
-        clipped=decision.clipped,
-        loss_scale=None,
-        param_groups={"default": GroupReport(decision.norms[0], decision.coefficients[0], found.nan[0], found.inf[0])},
-        _judge=lambda: verdict,
-    )
+    report = report_on(calls.steps, found, decision, None, judge(found, decision, stops=False))
     if calls.reporter is None:
         calls.reporter = Reporter(auto_sink(), "fixed", "propagate", p, has_optimizer=False)
     draft = calls.reporter.draft(

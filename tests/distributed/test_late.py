@@ -236,7 +236,8 @@ def _new_parameter_on(rank: int) -> dict[str, Any]:
             (model(torch.randn(2, 3)).square().sum()).backward()
             if step == 3:
                 model[0].zero_grad()
-                clipper._optimized = -1 if dist.get_rank() == rank else clipper._optimized
+                if dist.get_rank() == rank:
+                    clipper._planner._optimized = -1
             before = [parameter.detach().clone() for parameter in model.parameters()]
             report = clipper.step()
             reasons.append(report.skip_reason)

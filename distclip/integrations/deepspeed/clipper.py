@@ -24,8 +24,10 @@ from distclip.clipper import GradientClipper
 from distclip.errors import ConfigError, DistclipError, NonfiniteGradientError
 from distclip.integrations.deepspeed import configuration, internals
 from distclip.integrations.deepspeed.internals import Slot, Whole
+from distclip.integrations.deepspeed.planner import EnginePlanner
+from distclip.outcome import report_on
 from distclip.plan.groups import ParamGroups
-from distclip.plan.plan import Plan
+from distclip.planner import Planner
 from distclip.policy import Decision
 from distclip.policy.fixed import EPSILON
 from distclip.report import StepReport, Verdict
@@ -144,7 +146,8 @@ class EngineClipper(GradientClipper):
         with self._gradients_in_place():
             found, multiplier, _ = self._survey(1.0 / self._scale, step=False, late=False)
             decision = self._decide(found, multiplier)
-            report = self._report(found, decision, self._reported_scale(), self._judge(found, decision))
+            scale, verdict = self._reported_scale(), self._judge(found, decision)
+            report = report_on(self._steps + 1, found, decision, scale, verdict)
         return report
 
     def _driven(self, drive: Callable[[], object], due: bool, loss: float | Tensor | None) -> StepReport:
@@ -184,7 +187,7 @@ class EngineClipper(GradientClipper):
                 Slot(slot.name, gradient.numel(), gradient.dtype, gradient.device)
                 for slot, gradient in zip(self._slots, gradients, strict=True)
             ]
-            self._items = self._stand_in()
+            self._planner.items = self._stand_in()
         for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
             stand_in.grad = gradient
         try:
@@ -210,19 +213,8 @@ class EngineClipper(GradientClipper):
         ]
         return [(slot.name, stand_in) for slot, stand_in in zip(self._slots, self._stand_ins, strict=True)]
 
-    def _check_coverage(self) -> None:
-        """Nothing to check: DeepSpeed's optimizers hold partitions and copies, never the parameters of the model."""
-
-    def _make_plan(self, problem: Exception | None) -> Plan:
-        plan = super()._make_plan(problem)
-        scheme = f"zero{self._stage}"
-        entries = []
-        for entry in plan.entries:
-            layout = replace(entry.layout, scheme=scheme)
-            if self._slots:
-                layout = replace(layout, kind="sharded", where="ZeRO partition")
-            entries.append(replace(entry, layout=layout))
-        return replace(plan, entries=tuple(entries))
+    def _planner_for(self, *arguments: Any) -> Planner:
+        return EnginePlanner(self._stage, bool(self._slots), *arguments)
 
     def _apply(
         self, found: Survey, decision: Decision, multiplier: float | Tensor, report: StepReport, stepping: bool
