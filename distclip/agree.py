@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distclip.hostcopy import to_device
 from distclip.measure import max_abs, measure, measure_on_device, scaled_power_sum
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
@@ -84,7 +85,6 @@ def exchange(
     says that this rank is not going to read the sum before it steps; `elementwise` is for a second look at gradients
     that hold nan or inf, which a device counts as wholes in its first.
     """
-    local = torch.zeros(HEADER + groups * ROW, dtype=torch.float64, device=device)
     header = [0.0] * HEADER
     header[REPLAN] = float(gradients is None or gradients.stale)
     header[PROBLEM] = float(problem)
@@ -98,7 +98,7 @@ def exchange(
         header[PRESENT_SHARE] = usable.present_share
         header[ELEMENTS] = float(usable.elements)
         header[GRADIENTS] = float(len(usable.local) - usable.missing)
-    local[:HEADER] = torch.tensor(header, dtype=torch.float64)
+    local = to_device([*header, *[0.0] * (groups * ROW)], device)
     local[SCALE] = scale
     local[SCALE_SQUARED] = local[SCALE] ** 2
     rows = local[HEADER:].view(groups, ROW)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distclip
 from distclip.hostcopy import HostCopy
@@ -26,6 +27,19 @@ class Unread:
 
     def read(self) -> list[float]:
         raise AssertionError("read within the step")
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses copies from the host to the device for which the host would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            *_, source = (each for each in args if isinstance(each, Tensor))
+            blocking = not (kwargs or {}).get("non_blocking", args[2] if len(args) > 2 else False)
+            if source.device.type == "cpu" and result.is_meta and blocking:
+                raise AssertionError(f"{func} waits for the device")
+        return result
 
 
 def model_on_device() -> nn.Module:
@@ -85,11 +99,22 @@ def test_a_late_step_reads_nothing(kind: Any, scaled: bool, groups: bool, teleme
         param_groups={"all": distclip.ParamGroup("*")} if groups else None,
     )
     Unread.made = 0
-    with mock.patch("distclip.late.HostCopy", Unread), mock.patch("distclip.reporter.HostCopy", Unread):
+    with mock.patch("distclip.late.HostCopy", Unread), mock.patch("distclip.reporter.HostCopy", Unread), NoWait():
         report = clipper.step(loss=torch.empty((), device="meta"))
     assert Unread.made == 1 + telemetry
     assert report.total_norm.is_meta
     assert clipper._pending.take() is not None
+
+
+def test_a_copy_that_waits_is_noticed() -> None:
+    there = torch.empty(2, device="meta")
+    with NoWait():
+        there[:1] = torch.ones(1, device="meta")
+        torch.ones(2).to("meta", non_blocking=True)
+        with pytest.raises(AssertionError, match="waits"):
+            there[:] = torch.ones(2)
+        with pytest.raises(AssertionError, match="waits"):
+            torch.ones(2).to("meta")
 
 
 @pytest.mark.parametrize("fold", ["never", "auto"])
