@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,15 +40,23 @@ def _full(model: Any) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def _run(steps: int, seed: int) -> tuple[Tensor, list[int], list[int], float]:
-    """Two ranks: weights at the end, steps that were skipped, steps that should have been, the scale."""
+def _run(steps: int, seed: int, late: bool) -> tuple[Tensor, list[int], list[int], float]:
+    """Two ranks: weights at the end, steps that were skipped, steps that should have been, the scale.
+
+    With `late` the steps are left to the device, as on CUDA, and asked about only at the end.
+    """
+    with mock.patch("distclip.late.pays", return_value=late):
+        return _steps(steps, seed, late)
+
+
+def _steps(steps: int, seed: int, late: bool) -> tuple[Tensor, list[int], list[int], float]:
     rank = dist.get_rank()
     plan = faults(steps, seed)
     model = _model(shards=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=late)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     clipper = distclip.GradientClipper(model, optimizer, max_norm=0.5, scaler=scaler)
-    skipped, due = [], []
+    reports, due, left = [], [], 0
     for step in range(steps):
         fault, on_rank = plan.get(step, ("", 0))
         here = rank == on_rank
@@ -62,12 +71,13 @@ def _run(steps: int, seed: int) -> tuple[Tensor, list[int], list[int], float]:
             local[-1].view(-1)[-1] = math.nan if fault == "nan gradient" else math.inf
         if fault == "none":
             optimizer.zero_grad()
-        report = clipper.step()
-        if not report.stepped:
-            skipped.append(step)
+        reports.append(clipper.step())
+        left += clipper._pending.step is not None
         if fault and fault != "huge":
             due.append(step)
         optimizer.zero_grad()
+    assert left == (steps - 1 if late else 0)  # the first finite step waits
+    skipped = [step for step, report in enumerate(reports) if not report.stepped]
     return _full(model), skipped, due, scaler.get_scale()
 
 
@@ -91,8 +101,8 @@ def _reference(steps: int, seed: int) -> Tensor:
     return _full(model)
 
 
-def _check(ranks: Any, steps: int, seed: int, tolerance: float) -> None:
-    results = ranks(_run, 2, steps, seed, deadline=900.0)
+def _check(ranks: Any, steps: int, seed: int, tolerance: float, late: bool) -> None:
+    results = ranks(_run, 2, steps, seed, late, deadline=900.0)
     (weights, skipped, due, scale), (others, *rest) = results
     assert skipped == due
     assert rest == [skipped, due, scale]
@@ -101,11 +111,13 @@ def _check(ranks: Any, steps: int, seed: int, tolerance: float) -> None:
     assert float((weights - wanted).abs().max() / wanted.abs().max()) < tolerance
 
 
-def test_five_hundred_steps(ranks: Any) -> None:
-    _check(ranks, 500, seed=1, tolerance=1e-4)
+@pytest.mark.parametrize("late", [False, True])
+def test_five_hundred_steps(ranks: Any, late: bool) -> None:
+    _check(ranks, 500, seed=1, tolerance=1e-4, late=late)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_ten_thousand_steps(ranks: Any) -> None:
-    _check(ranks, 10_000, seed=2, tolerance=1e-2)
+@pytest.mark.parametrize("late", [False, True])
+def test_ten_thousand_steps(ranks: Any, late: bool) -> None:
+    _check(ranks, 10_000, seed=2, tolerance=1e-2, late=late)
