@@ -62,7 +62,7 @@ class Packet:
     """Norm of the finite elements that this rank holds, []."""
     wait_seconds: float
     marks: Marks
-    """Of a late packet, to name culprits by when the gradients are gone; else empty."""
+    """Of a late packet, also one that this rank read, to name culprits by when the gradients are gone; else empty."""
 
 
 def exchange(

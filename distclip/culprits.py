@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from distclip.agree import Marks
 from distclip.measure import count_nonfinite
 from distclip.plan.collectives import broadcast_object, gather_integers
@@ -25,11 +27,14 @@ def find_culprits(plan: Plan, gradients: Gradients) -> tuple[Culprit, ...]:
 
     A replicated gradient is named on its owner; on another holder only if no owner of anything found a bad element.
     """
-    found: dict[int, tuple[int, int]] = {}
-    for index in range(len(plan.entries)):
-        for gradient in gradients.measurable((index,)):
-            found[index] = count_nonfinite(gradient)
-    return _exchange(plan, found)
+    return _exchange(plan, _count(plan, gradients))
+
+
+def mark(plan: Plan, gradients: Gradients) -> Marks:
+    """What a late packet would have kept of these gradients: for a rank that read a packet others were late for."""
+    found = _count(plan, gradients)
+    each = [math.nan if nan else math.inf if inf else 0.0 for nan, inf in found.values()]
+    return ((tuple(found), torch.tensor(each, dtype=torch.float64, device="cpu")),)
 
 
 def find_marked(plan: Plan, marks: Marks) -> tuple[Culprit, ...]:
@@ -43,6 +48,15 @@ def find_marked(plan: Plan, marks: Marks) -> tuple[Culprit, ...]:
             if not math.isfinite(value):
                 found[index] = (None, 0) if math.isnan(value) else (0, None)
     return _exchange(plan, found)
+
+
+def _count(plan: Plan, gradients: Gradients) -> dict[int, tuple[int, int]]:
+    """Entry -> elements of its gradient on this rank that are nan, and that are inf."""
+    return {
+        index: count_nonfinite(gradient)
+        for index in range(len(plan.entries))
+        for gradient in gradients.measurable((index,))
+    }
 
 
 def _exchange(plan: Plan, found: Mapping[int, tuple[int | None, int | None]]) -> tuple[Culprit, ...]:

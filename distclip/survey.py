@@ -47,6 +47,7 @@ from distclip.agree import (
     norms_of,
     power_root,
 )
+from distclip.culprits import mark
 from distclip.errors import AgreementError, LayoutError
 from distclip.plan.collectives import gather_floats, gather_objects, raise_together
 from distclip.plan.fingerprint import structure_of
@@ -73,7 +74,6 @@ class Facts:
 class Statement:
     """What this rank has to say about itself, should the summed packet ask for it."""
 
-    group: dist.ProcessGroup | None
     trouble: Exception | None
     arguments: dict[str, str]
     scale: float | Tensor
@@ -132,7 +132,7 @@ def survey(
             gradients = replace(gradients, stale=True)
         trouble = problem or (gradients.problem if gradients is not None else None)
         missing = () if gradients is None or not gradients.missing else _missing(gradients)
-        statement = Statement(group, trouble, arguments, scale, missing)
+        statement = Statement(trouble, arguments, scale, missing)
         fits = plan is not None and gradients is not None and not gradients.stale and trouble is None
         unread = late and fits and plan is not None and plan.verified and not plan.waits
         send = partial(
@@ -158,6 +158,9 @@ def survey(
         if header[LATE]:
             assert plan is not None  # only clippers are late, and they always have one
             assert gradients is not None
+            if _any_bad(packet.rows.tolist()):
+                # names are exchanged when the gradients are gone
+                packet = replace(packet, marks=mark(plan, gradients))
             return _conclude(plan, gradients, packet, statement, norm_type, None)
         if header[PROBLEM]:
             raise_together(trouble, group)
@@ -166,7 +169,7 @@ def survey(
             assert gradients is not None
             rows = packet.rows.tolist()
             facts = _facts(plan, header, rows, statement)
-            if header[COARSE] and any(row[kind] for row in rows for kind in (NAN, INF, REPLICA_NAN, REPLICA_INF)):
+            if header[COARSE] and _any_bad(rows):
                 # agreed by all: the norm of what is finite, and counts of elements, need a second look on devices
                 packet = send(elementwise=True)
             return _conclude(plan, gradients, packet, statement, norm_type, facts)
@@ -190,7 +193,7 @@ def follow(
         DistclipError: as `survey` would have, on every rank.
     """
     if header[PROBLEM]:
-        raise_together(statement.trouble, statement.group)
+        raise_together(statement.trouble, plan.group)
     if header[REPLAN]:
         return make_plan(None), Facts(0.0, False, False, lost=True)
     return plan, _facts(plan, header, rows, statement)
@@ -258,6 +261,10 @@ def _conclude(
                 verify_replicas(plan, gradients)
             plan.verified = True
     return Survey(plan, gradients, packet, statement, norms, nan, inf, facts, unread)
+
+
+def _any_bad(rows: Sequence[Sequence[float]]) -> bool:
+    return any(row[kind] for row in rows for kind in (NAN, INF, REPLICA_NAN, REPLICA_INF))
 
 
 def _missing(gradients: Gradients) -> tuple[int, ...]:

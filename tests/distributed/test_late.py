@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,6 +215,49 @@ def test_a_rank_that_waits_and_one_that_does_not(ranks: Any, bad_rank: int) -> N
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert one["culprits"] == two["culprits"]
     assert [rank for rank, _ in one["culprits"][3]] == [0, 0]  # after DDP's reduction both hold it; the owner is named
+
+
+def _bad_shard(bad_rank: int) -> list[tuple[int, str]]:
+    """Rank 0 is late, rank 1 waits; each holds half of the gradient."""
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=dist.get_rank() == 0)
+    sink = Recorder()
+    with lateness(True):
+        clipper = distclip.GradientClipper(model, optimizer, telemetry=sink)
+        for step in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+            if step == 2 and dist.get_rank() == bad_rank:
+                local(model.weight.grad).fill_(math.nan)  # type: ignore[arg-type]
+            clipper.step()
+            optimizer.zero_grad()
+        clipper._catch_up()
+    return [(culprit.rank, culprit.parameter) for culprit in sink.records[-1].culprits]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_waits_among_late_ones_is_named_too(ranks: Any, bad_rank: int) -> None:
+    assert ranks(_bad_shard, 2, bad_rank) == [[(bad_rank, "weight")]] * 2
+
+
+def _let_go() -> bool:
+    group = dist.new_group([0, 1])
+    parameter = nn.Parameter(torch.zeros(2))
+    with lateness(True):
+        clipper = distclip.GradientClipper([parameter], torch.optim.AdamW([parameter], fused=True), group=group)
+        for _ in range(2):
+            parameter.grad = torch.ones(2)
+            clipper.step()
+    assert clipper._pending.step is not None
+    dist.barrier()
+    reference = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return reference() is None
+
+
+def test_a_step_not_followed_up_does_not_keep_its_process_group_alive(ranks: Any) -> None:
+    assert ranks(_let_go, 2) == [True, True]
 
 
 def _new_parameter_on(rank: int) -> dict[str, Any]:
