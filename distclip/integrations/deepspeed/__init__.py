@@ -12,7 +12,7 @@ Who clips is a matter of the mode: DeepSpeed (distclip checks and reports), or d
 
     clipper.py        EngineClipper
     configuration.py  what in DeepSpeed's configuration is worth a warning
-    internals.py      the only file that knows names of DeepSpeed that are not public
+    internals/        the only place that knows names of DeepSpeed that are not public
 """
 
 from __future__ import annotations
