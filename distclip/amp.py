@@ -62,7 +62,7 @@ class ScalerLink:
             if set(map(id, self._optimizers)) & set(map(id, link._optimizers)):
                 links.discard(link)  # a new clipper for the same optimizers takes the place of the old one
         links.add(self)
-        if not isinstance(scaler.unscale_, _Unscale):
+        if getattr(scaler.unscale_, "scaler", None) is not scaler:  # that of a shallow copy is the original's
             scaler.unscale_ = _Unscale(scaler)  # type: ignore[method-assign]
 
     def scale_to_undo(self) -> float | Tensor:
@@ -101,10 +101,12 @@ class ScalerLink:
                 "for none and let distclip unscale"
             )
         ours = any(tensor is mine for state in states if state for tensor in _found(state) for mine in self._found)
-        if ours and self._unscaled is not None and not self._is_unscaled():
+        if ours and not self._is_unscaled() and self._first_gradient() is not None:
+            # of another backward, or of a step that was skipped or broke off: still scaled, or half way
             raise ConfigError(
-                "a new backward() has run, but scaler.update() has not been called since the last clip_(): call "
-                "scaler.step(optimizer) and scaler.update() after clip_(), or use clipper.step(), which does"
+                "scaler.update() has not been called since the last clip_(), and these are not the gradients that it "
+                "unscaled: call scaler.step(optimizer) and scaler.update() after every clip_(), also where should_step "
+                "is False, or use clipper.step(), which does"
             )
         return 1.0
 
@@ -202,12 +204,12 @@ class _Unscale:
     """
 
     def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
+        self.scaler = scaler
         self.seen: dict[int, frozenset[int]] = {}
         """id of what `unscale_` was called with -> ids of its parameters; holds while the scaler has a state for it."""
 
     def __call__(self, optimizer: Any) -> None:
-        type(self._scaler).unscale_(self._scaler, optimizer)
+        type(self.scaler).unscale_(self.scaler, optimizer)
         self.seen[id(optimizer)] = frozenset(map(id, parameters_of(optimizer)))
 
 

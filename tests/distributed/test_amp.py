@@ -163,6 +163,54 @@ def test_a_forgotten_update_is_an_error() -> None:
         clipper.clip_()
 
 
+def test_an_update_that_was_left_out_because_of_a_skip_is_an_error() -> None:
+    parameter = parameter_with(3.0, math.inf)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = scaled_up(4.0)
+    clipper = distclip.GradientClipper([parameter], optimizer, max_norm=None, scaler=scaler)
+    assert not clipper.clip_().should_step  # the first step of a run with a high initial scale
+    parameter.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(distclip.ConfigError, match="also where should_step is False"):
+        clipper.clip_()
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert clipper.clip_().total_norm.item() == 2.5
+
+
+def test_after_a_step_that_broke_off_nothing_passes_as_unscaled() -> None:
+    parameter = parameter_with(3.0, 4.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = scaled_up(4.0)
+    clipper = distclip.GradientClipper([parameter], optimizer, max_norm=None, scaler=scaler)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        clipper.step()
+    hook.remove()
+    parameter.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(distclip.ConfigError, match="are not the gradients that it unscaled"):
+        clipper.step()
+    scaler.update()
+    assert clipper.step().total_norm.item() == 1.25
+
+
+def test_a_shallow_copy_of_a_scaler_unscales_by_its_own_scale() -> None:
+    parameter = parameter_with(3.0, 4.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    first = scaled_up(4.0)
+    distclip.GradientClipper([parameter], optimizer, scaler=first)
+    second = copy.copy(first)
+    second.scale(torch.ones(()))
+    second.update(2.0)
+    clipper = distclip.GradientClipper([parameter], optimizer, max_norm=None, scaler=second)
+    second.unscale_(optimizer)
+    assert clipper.step().total_norm.item() == 2.5
+    assert first.get_scale() == 4.0
+
+
 def test_clipping_between_step_and_update_is_an_error() -> None:
     parameter = parameter_with(3.0, 4.0)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
