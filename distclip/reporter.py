@@ -13,15 +13,18 @@ import contextlib
 import functools
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distclip.errors import ConfigError
 from distclip.hostcopy import HostCopy
+from distclip.plan.dtensor import local_of
 from distclip.plan.plan import Plan
 from distclip.report import StepReport
 from distclip.survey import Facts, Survey
@@ -143,6 +146,7 @@ class Reporter:
             "local_inf": local_inf,
             "local_norm": survey.packet.local_norm * factor,
         }
+        loss = _one_number(loss)
         for name, value in (("loss_scale", report.loss_scale), ("learning_rate", learning_rate), ("loss", loss)):
             # what the host has already need not travel
             if isinstance(value, Tensor) and value.device == report.total_norm.device:
@@ -174,3 +178,22 @@ class Reporter:
             torch_version=torch.__version__,
             has_optimizer=self._has_optimizer,
         )
+
+
+def _one_number(loss: Any) -> float | Tensor | None:
+    """The loss as it can be reported; None and a warning where it cannot: the step has been taken, also elsewhere."""
+    number = loss
+    if isinstance(loss, DTensor):
+        # one that is sharded or Partial is one number only after a collective
+        whole = all(placement.is_replicate() for placement in loss.placements)
+        number = local_of(loss.detach()) if whole else loss
+    if number is None or (isinstance(number, Tensor) and not isinstance(number, DTensor) and number.numel() == 1):
+        return number
+    if not isinstance(number, Tensor):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(number)
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if isinstance(number, DTensor):
+        shown = f"a DTensor with {loss.placements}"
+    warnings.warn(f"loss= is not reported: it must be one number, not {shown}", stacklevel=5)
+    return None

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import distclip
@@ -404,3 +404,24 @@ def test_bad_elements_on_devices_are_looked_at_one_by_one_when_there_are_any(ran
     for rank, found in enumerate(ranks(_seen_as_on_a_device, 2, "skip", norm_type)):
         assert math.isnan(found[0])
         assert found[2:5] == [1, 1, rank]
+
+
+def _losses() -> list[float | None]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(torch.zeros(2))
+    sink = Recorder()
+    clipper = distclip.GradientClipper([parameter], torch.optim.SGD([parameter], lr=1.0), telemetry=sink)
+    whole = torch.tensor(2.0)
+    for loss in (whole, whole[None], DTensor.from_local(whole, mesh, [Replicate()]), 2, None):
+        parameter.grad = torch.ones(2)
+        clipper.step(loss=loss)
+    for loss in (DTensor.from_local(whole, mesh, [Partial()]), torch.ones(3), "none"):
+        parameter.grad = torch.ones(2)
+        with pytest.warns(UserWarning, match="loss= is not reported: it must be one number, not"):
+            clipper.step(loss=loss)  # type: ignore[arg-type]
+    return [record.loss for record in sink.records]
+
+
+def test_a_loss_that_is_not_one_number_is_left_out_and_costs_a_warning(ranks: Any) -> None:
+    # tensor parallel losses are DTensors; the step was taken when the loss is looked at, on other ranks too
+    assert ranks(_losses, 2) == [[2.0] * 4 + [None] * 4] * 2
