@@ -28,9 +28,7 @@ _WITH_DTENSOR = (torch.optim.Adam, torch.optim.AdamW)
 def foldable(optimizer: torch.optim.Optimizer) -> str | None:
     """None if the factor can ride on this optimizer's step, else why not."""
     name = type(optimizer).__name__
-    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
-        group.get("fused") for group in optimizer.param_groups
-    ):
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not is_fused(optimizer):
         return f"{name} is not fused: only torch.optim.Adam, AdamW, SGD and Adagrad with fused=True read grad_scale"
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -39,6 +37,11 @@ def foldable(optimizer: torch.optim.Optimizer) -> str | None:
             if parameter.device.type == "cpu" and parameter.dtype in (torch.float16, torch.bfloat16):
                 return f"on CPU the fused kernels of {name} round grad_scale to {parameter.dtype}"
     return None
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its next step is a fused one: loading a state takes over the flag that was saved with it."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distclip.errors import ConfigError
-from distclip.fold import SMALLEST, foldable
+from distclip.fold import SMALLEST, foldable, is_fused
 from distclip.plan.plan import Plan
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -119,6 +119,8 @@ class FoldPlan:
         """
         if self._others is None or any(parameter.grad is not None for parameter in self._others):
             return None
+        if not all(map(is_fused, self._entries)):
+            return None
         if any(len(groups) > 1 and groups.intersection(limited) for groups in self._groups.values()):
             return None
         return {optimizer: min(groups) for optimizer, groups in self._groups.items() if groups}
@@ -132,7 +134,9 @@ class FoldPlan:
         folds: dict[torch.optim.Optimizer, float] = {}
         for optimizer, groups in self._groups.items():
             found = {factors[group] for group in groups}
-            if len(found) == 1 and (factor := found.pop()) != 1.0 and SMALLEST <= factor < float("inf"):
+            if len(found) != 1 or not is_fused(optimizer):
+                continue
+            if (factor := found.pop()) != 1.0 and SMALLEST <= factor < float("inf"):
                 folds[optimizer] = factor
         return folds, frozenset().union(*(self._entries[optimizer] for optimizer in folds))
 

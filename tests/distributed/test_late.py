@@ -461,3 +461,21 @@ def test_a_divisor_that_float32_cannot_hold_is_clamped() -> None:
             parameter.grad = torch.full((2,), 3e38)
             clipper.step()
     assert parameter.isfinite().all()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_is_fused_no_longer_gets_its_gradients_multiplied(kind: Any, pays: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = kind([parameter], lr=1.0, fused=True)
+    with lateness(pays):
+        clipper = distclip.GradientClipper([parameter], optimizer)
+        for step in range(4):
+            if step == 2:  # a checkpoint of a run that was not fused
+                state = optimizer.state_dict()
+                state["param_groups"][0]["fused"] = None
+                optimizer.load_state_dict(state)
+            parameter.grad = torch.tensor([3.0, 4.0])
+            assert clipper.step().stepped
+            assert (clipper._pending.step is not None) is (pays and step == 1)
+            assert parameter.grad.tolist() == pytest.approx([0.6, 0.8])
