@@ -132,7 +132,9 @@ def survey(
             gradients = replace(gradients, stale=True)
         trouble = problem or (gradients.problem if gradients is not None else None)
         missing = () if gradients is None or not gradients.missing else _missing(gradients)
-        statement = Statement(trouble, arguments, scale, missing)
+        # Bare: the frames of its traceback hold the clipper, which may go before somebody reads the statement.
+        bare = None if trouble is None else type(trouble)(str(trouble))
+        statement = Statement(bare, arguments, scale, missing)
         fits = plan is not None and gradients is not None and not gradients.stale and trouble is None
         unread = late and fits and plan is not None and plan.verified and not plan.waits
         send = partial(

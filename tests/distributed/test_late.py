@@ -260,6 +260,24 @@ def test_a_step_not_followed_up_does_not_keep_its_process_group_alive(ranks: Any
     assert ranks(_let_go, 2) == [True, True]
 
 
+def _gone_with_an_error() -> tuple[bool, list[Any]]:
+    parameter = nn.Parameter(torch.zeros(2))
+    sink = Recorder()
+    with lateness(True):
+        clipper = distclip.GradientClipper([parameter], torch.optim.AdamW([parameter], fused=True), telemetry=sink)
+        for step in range(3):
+            parameter.grad = torch.ones(2)
+            clipper.step(-1.0 if step == 2 and dist.get_rank() == 1 else 1.0)
+    assert clipper._pending.step is not None
+    reference = weakref.ref(clipper)
+    del clipper
+    gc.collect()
+    return reference() is None, [record.skip_reason for record in sink.records]
+
+
+def test_a_clipper_with_an_error_to_tell_can_go(ranks: Any) -> None:
+    assert ranks(_gone_with_an_error, 2) == [(True, [None, None, "undecided"])] * 2
+
 def _new_parameter_on(rank: int) -> dict[str, Any]:
     """A layer is unfrozen on every rank, but one rank hears of it a step earlier than the other."""
     torch.manual_seed(0)
