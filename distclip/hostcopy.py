@@ -8,6 +8,8 @@ a copy from ordinary memory waits for all that was queued before it; one from pi
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,15 @@ class HostCopy:
         self._pinned.copy_(values, non_blocking=True)
         self._copied = torch.Event(values.device)
         self._copied.record(torch.accelerator.current_stream(values.device))
+
+    def arrives(self, seconds: float) -> bool:
+        """Whether the numbers are here within this time; collectives before them may never end."""
+        end = time.monotonic() + seconds
+        while self._read is None and not self._copied.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
 
     def read(self) -> list[float]:
         """The numbers; waits for the copy, and for nothing that was queued after it."""

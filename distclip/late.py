@@ -46,6 +46,9 @@ from distclip.reporter import Draft, Reporter
 from distclip.survey import Facts, Statement, Survey, closed, follow, read_facts
 from distclip.telemetry.record import Culprit
 
+LAST_SECONDS = 5.0
+"""How long the last step of a clipper that goes away is waited for."""
+
 LateFolds = Mapping[torch.optim.Optimizer, int]
 """Optimizer -> a param group whose factor is that of all its parameters."""
 
@@ -82,6 +85,10 @@ class Gate:
         self._groups = len(found.plan.param_groups)
         flags = torch.stack((decision.nonfinite, self.other)).to(torch.float64)
         self._copy = HostCopy(torch.cat((found.packet.header, found.packet.rows.flatten(), flags)))
+
+    def arrives(self, seconds: float) -> bool:
+        """Whether the host can know of it within this time."""
+        return self._copy.arrives(seconds)
 
     def header(self) -> list[float]:
         """The packet's header, on the host."""
@@ -169,7 +176,8 @@ class Pending:
     def flush(self) -> None:
         """Report the last step of a clipper that goes away; its other ranks may be gone, so nobody is asked."""
         step = self.take()
-        if step is not None:
-            with contextlib.suppress(Exception):  # at the end of a process the device may be gone as well
+        with contextlib.suppress(Exception):  # at the end of a process the device may be gone as well
+            # A rank that died before it sent its packet must not hold up the end of this one.
+            if step is not None and step.gate.arrives(LAST_SECONDS):
                 facts: Facts = read_facts(step.gate.header(), step.gate.rows(), lost=False)
                 self._reporter.record(step.draft, step.report, facts, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distclip
 from distclip.hostcopy import HostCopy
+from distclip.late import LAST_SECONDS
 
 
 class Unread:
     """In place of a `HostCopy`: nobody may ask for the numbers before the next step."""
 
     made = 0
+    asked_for = 0.0
 
     def __init__(self, values: Tensor) -> None:
         assert values.is_meta
@@ -27,6 +30,10 @@ class Unread:
 
     def read(self) -> list[float]:
         raise AssertionError("read within the step")
+
+    def arrives(self, seconds: float) -> bool:
+        Unread.asked_for = seconds
+        return False
 
 
 class NoWait(TorchDispatchMode):
@@ -131,6 +138,24 @@ def test_on_the_cpu_numbers_are_read_at_once() -> None:
     copy = HostCopy(values)
     values.zero_()
     assert copy.read() == [1.0, 2.0]
+
+
+def test_a_clipper_that_goes_away_does_not_wait_for_ever_for_its_last_step() -> None:
+    copy = HostCopy(torch.ones(1))
+    copy._read, copy._copied = None, mock.Mock(**{"query.side_effect": [False, True]})
+    assert copy.arrives(5.0)
+    copy._copied = mock.Mock(**{"query.return_value": False})
+    assert not copy.arrives(0.02)
+
+    model = model_on_device()
+    sink = mock.Mock()
+    clipper = clipper_for(model, fused(torch.optim.AdamW, model), telemetry=sink)
+    with mock.patch("distclip.late.HostCopy", Unread), mock.patch("distclip.reporter.HostCopy", Unread):
+        clipper.step()
+    del clipper
+    gc.collect()
+    assert Unread.asked_for == LAST_SECONDS
+    assert not sink.record.called
 
 
 @pytest.mark.gpu

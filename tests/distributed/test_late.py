@@ -278,6 +278,7 @@ def _gone_with_an_error() -> tuple[bool, list[Any]]:
 def test_a_clipper_with_an_error_to_tell_can_go(ranks: Any) -> None:
     assert ranks(_gone_with_an_error, 2) == [(True, [None, None, "undecided"])] * 2
 
+
 def _new_parameter_on(rank: int) -> dict[str, Any]:
     """A layer is unfrozen on every rank, but one rank hears of it a step earlier than the other."""
     torch.manual_seed(0)
