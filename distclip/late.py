@@ -36,6 +36,7 @@ from torch import Tensor
 from distclip.agree import GRADIENTS, HEADER, PROBLEM, REPLAN, ROW, Packet
 from distclip.amp import ScalerLink
 from distclip.culprits import find_marked
+from distclip.errors import DistclipError
 from distclip.fold import folded, has_momentum
 from distclip.hostcopy import HostCopy
 from distclip.optimizers import FoldPlan
@@ -155,7 +156,12 @@ class LateStep:
         Raises:
             DistclipError: what the step would have raised, had it waited.
         """
-        plan, facts = follow(self.plan, self.gate.header(), self.gate.rows(), self.statement, make_plan)
+        header, rows = self.gate.header(), self.gate.rows()
+        try:
+            plan, facts = follow(self.plan, header, rows, self.statement, make_plan)
+        except DistclipError:
+            reporter.record(self.draft, self.report, read_facts(header, rows, lost=True), ())
+            raise
         culprits = find_marked(self.plan, self.packet.marks) if self.report.nonfinite and not facts.lost else ()
         reporter.record(self.draft, self.report, facts, culprits)
         return plan, culprits

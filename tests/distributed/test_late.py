@@ -322,15 +322,16 @@ def test_a_rank_that_asks_for_a_new_plan_costs_the_step(ranks: Any, rank: int) -
     assert two["late"][-1]
 
 
-def _told(kind: str) -> tuple[list[Any], str]:
-    """What is wrong on rank 1 in its third step; when, and what, every rank hears."""
+def _told(kind: str) -> tuple[list[Any], str, list[Any]]:
+    """What is wrong on rank 1 in its third step; when, and what, every rank hears, and what telemetry does."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler = GradScaler("cpu", init_scale=8.0)
     reasons: list[Any] = []
+    sink = Recorder()
     with lateness(True):
-        clipper = distclip.GradientClipper(model, optimizer, max_norm=0.3, scaler=scaler)
+        clipper = distclip.GradientClipper(model, optimizer, max_norm=0.3, scaler=scaler, telemetry=sink)
         for step in range(5):
             scaler.scale(model(torch.randn(2, 3)).square().sum()).backward()
             wrong = step == 2 and dist.get_rank() == 1
@@ -344,12 +345,13 @@ def _told(kind: str) -> tuple[list[Any], str]:
                     -1.0 if wrong and kind == "argument" else 0.5 if wrong and kind == "other" else 1.0
                 )
             except distclip.DistclipError as error:
-                return reasons, f"{type(error).__name__} at {step}: {error}"
+                told = [record.skip_reason for record in sink.records]
+                return reasons, f"{type(error).__name__} at {step}: {error}", told
             reasons.append(report.skip_reason)
             if step == 2:
                 assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
             optimizer.zero_grad()
-    return reasons, ""
+    return reasons, "", []
 
 
 @pytest.mark.parametrize(
@@ -362,8 +364,8 @@ def _told(kind: str) -> tuple[list[Any], str]:
     ],
 )
 def test_what_is_wrong_on_one_rank_is_heard_by_all_one_step_later(ranks: Any, kind: str, text: str) -> None:
-    for reasons, error in ranks(_told, 2, kind):
-        assert reasons == [None, None, "undecided"]
+    for reasons, error, recorded in ranks(_told, 2, kind):
+        assert reasons == recorded == [None, None, "undecided"]
         assert error.startswith(text)
 
 
