@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from distclip.errors import ConfigError
@@ -67,6 +67,11 @@ def check_param_groups(groups: Any) -> dict[str, float]:
             raise TypeError(
                 f"param_groups must map names to ParamGroup(match=..., max_norm=...), not {key!r}: {group!r}"
             )
+        patterns = [group.match] if isinstance(group.match, str) else group.match
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"param group {key!r}: match takes a pattern or several, not {group.match!r}")
+        if not patterns:
+            raise ConfigError(f"param group {key!r}: match names no pattern, so the group would be empty")
         if key == DEFAULT:
             raise ConfigError(f"param group {DEFAULT!r} is the name of what no group claims: its limit is max_norm")
         if group.max_norm is not None:

@@ -307,6 +307,9 @@ def test_param_groups_without_limit_are_clipped_together() -> None:
         ({"default": distclip.ParamGroup(match="*")}, distclip.ConfigError, "its limit is max_norm"),
         ({"a": distclip.ParamGroup(match="*", max_norm=0.0)}, distclip.ConfigError, "max_norm must be > 0"),
         ({"a": "weight"}, TypeError, "must map names to ParamGroup"),
+        ({"a": distclip.ParamGroup(match=[])}, distclip.ConfigError, "'a': match names no pattern"),
+        ({"a": distclip.ParamGroup(match=None)}, TypeError, "'a': match takes a pattern or several, not None"),  # type: ignore[arg-type]
+        ({"a": distclip.ParamGroup(match=["*", 3])}, TypeError, "'a': match takes a pattern or several"),  # type: ignore[list-item]
         (["weight"], TypeError, "must map names to ParamGroup, or be a function"),
         (lambda name: 3, distclip.ConfigError, "must return a group"),
     ],
