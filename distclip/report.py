@@ -38,7 +38,8 @@ class GroupReport:
     """Before clipping: nan if any element is nan, else inf if any is inf."""
     coefficient: Tensor
     nan: Tensor
-    """How many elements of the group are nan, over all ranks."""
+    """How many elements of the group are nan, over all ranks; how many gradients hold one where the device decided the
+    step without the host (`distclip.late`)."""
     inf: Tensor
 
 

@@ -37,7 +37,8 @@ class StepRecord:
     clip_coefficient: float
     clipped: bool
     nan: int
-    """Bad elements over all ranks, each at its owner; those on replicas count only where no owner has one."""
+    """Bad elements over all ranks, each at its owner; those on replicas count only where no owner has one. Where
+    a device decided the step without the host (`distclip.late`), gradients with such elements; so are the two below."""
     inf: int
     local_nan: int
     """Bad elements on this rank."""
