@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -157,7 +158,10 @@ class GradientClipper:
         self._followers: list[Callable[[], object]] = []
         self._steps = 0
         self._skips = 0
-        self._bad_gradients = False
+        self._bad_gradients: bool | None = False
+        """Whether gradients that are not finite were left for an optimizer; None where only the device knows yet."""
+        self._stepped_since = False
+        """Whether an optimizer ran by hand after a step of which only the device knows."""
         for each in self._optimizers:
             # The optimizer can outlive many clippers: each takes its hook along when it goes.
             weakref.finalize(self, each.register_step_post_hook(_Watch(self)).remove).atexit = False
@@ -184,9 +188,14 @@ class GradientClipper:
     def measure(self) -> StepReport:
         """Measure and agree only: nothing is written, and it is not counted or reported as a step."""
         self._catch_up()
-        found, multiplier, scale = self._survey(1.0, step=False, late=False)
+        found, multiplier, scale = self._survey(1.0, step=False, late=False, call="measure()")
         decision = self._decide(found, multiplier)
-        return report_on(self._steps + 1, found, decision, scale, self._judge(found, decision))
+        gate = Gate(found, decision, multiplier) if found.facts is None else None
+        verdict = gate.verdict if gate else self._judge(found, decision)
+        report = report_on(self._steps + 1, found, decision, scale, verdict)
+        if gate is not None:  # a rank that is in step() goes on without waiting: all hear of it before the next packet
+            self._pending.step = LateStep(found.plan, found.statement, found.packet, gate, report, None)
+        return report
 
     def after_step(self, *followers: Any) -> None:
         """Call these after every step that really ran, in this order: what must not advance on a skip.
@@ -249,27 +258,17 @@ class GradientClipper:
         late = self._late_folds() if step else None
         found, multiplier, scale = self._survey(grad_multiplier, step, late is not None)
         decision = self._decide(found, multiplier)
-        gate = Gate(found, decision) if found.facts is None else None
+        gate = Gate(found, decision, multiplier) if found.facts is None else None
         verdict = gate.verdict if gate else self._judge(found, decision)
         report = report_on(self._steps + 1, found, decision, scale, verdict)
         culprits = find_culprits(found.plan, found.gradients) if gate is None and report.nonfinite else ()
         self._steps = report.step
-        if found.unread:
-            assert late is not None
-            assert gate is not None
-            clip_seconds = time.perf_counter() - started
-            self._bad_gradients = False  # the gate lets none through
-            report.was_stepped()
-            take_step(self._optimizers, late, decision.coefficients * multiplier, gate, self._link, found.plan.device)
-        else:
+        folds: dict[torch.optim.Optimizer, float] = {}
+        if not found.unread:
             folds = self._apply(found, decision, multiplier, report, step and report.should_step)
-            clip_seconds = time.perf_counter() - started
-            self._bad_gradients = report.nonfinite and self._nonfinite != "zero"
-            if step:
-                self._commit(report, folds)
-            if self._link is not None and report.should_step:
-                self._link.mark_unscaled()
-        draft = self._reporter.draft(
+        clip_seconds = time.perf_counter() - started
+        draft = partial(
+            self._reporter.draft,
             found,
             report,
             limit=self._max_norm,
@@ -279,10 +278,24 @@ class GradientClipper:
             clip_seconds=clip_seconds,
         )
         if gate is not None:
-            self._pending.step = LateStep(found.plan, found.statement, found.packet, gate, report, draft)
+            # Before an optimizer runs: if that breaks off, the other ranks still wait here for what the packet asks.
+            self._pending.step = LateStep(found.plan, found.statement, found.packet, gate, report, draft())
+        if found.unread:
+            assert late is not None
+            assert gate is not None
+            self._bad_gradients = False  # the gate lets none through
+            report.was_stepped()
+            take_step(self._optimizers, late, gate, self._link, found.plan.device)
+            self._bad_gradients = None
         else:
+            self._bad_gradients = report.nonfinite and self._nonfinite != "zero"
+            if step:
+                self._commit(report, folds)
+            if self._link is not None and report.should_step:
+                self._link.mark_unscaled()
+        if gate is None:
             assert found.facts is not None
-            self._reporter.record(draft, report, found.facts, culprits)
+            self._reporter.record(draft(), report, found.facts, culprits)
             self._count_skip(report, culprits)
         return report
 
@@ -290,6 +303,9 @@ class GradientClipper:
         """Do what the last step left for later, if it did; collective then."""
         late = self._pending.take()
         if late is not None:
+            if self._stepped_since and late.report.nonfinite:
+                self._reporter.nonfinite_applied()
+            self._stepped_since, self._bad_gradients = False, bool(self._bad_gradients)
             self.plan, culprits = late.follow(self._planner.make, self._reporter)
             self._count_skip(late.report, culprits)
 
@@ -301,14 +317,15 @@ class GradientClipper:
         return late_folds(self.plan, self._fold_plan(self.plan), limited, self._norm_type, self._link)
 
     def _survey(
-        self, grad_multiplier: float, step: bool, late: bool
+        self, grad_multiplier: float, step: bool, late: bool, call: str = "step() or clip_()"
     ) -> tuple[Survey, float | Tensor, float | Tensor | None]:
         """Measure and agree; also return what unscales a norm, grad_multiplier / scale, and the scale itself: the one
         that backward used, None without a scaler."""
         problem: Exception | None = None
         scale: float | Tensor = 1.0
+        multiplier = 1.0
         try:
-            grad_multiplier = check_multiplier(grad_multiplier)
+            multiplier = check_multiplier(grad_multiplier)
             if step and not self._optimizers:
                 raise ConfigError("step() needs the optimizer: GradientClipper(model, optimizer, ...); or use clip_()")
             if self._link is not None:
@@ -326,7 +343,8 @@ class GradientClipper:
             norm_type=self._norm_type,
             arguments={
                 **self._arguments,
-                "grad_multiplier": repr(grad_multiplier),
+                "the call": call,
+                "grad_multiplier": repr(multiplier),
                 "consecutive_skips (of load_state_dict)": str(self._skips),
             },
             scale=scale,
@@ -335,7 +353,7 @@ class GradientClipper:
             late=late,
         )
         self.plan = found.plan
-        return found, grad_multiplier / scale, None if self._link is None else scale
+        return found, multiplier / scale, None if self._link is None else scale
 
     def _judge(self, found: Survey, decision: Decision) -> Callable[[], Verdict]:
         return judge(found, decision, stops=self._nonfinite in ("skip", "raise"))
@@ -420,7 +438,9 @@ class GradientClipper:
         """Called after an optimizer ran: were its gradients known to be bad?"""
         # A fused optimizer under GradScaler is called all the same, and its kernel does nothing where found_inf is 1.
         found_inf = getattr(optimizer, "found_inf", None)
-        if self._bad_gradients and not (found_inf is not None and bool(found_inf)):
+        if self._bad_gradients is None:
+            self._stepped_since = self._stepped_since or found_inf is None
+        elif self._bad_gradients and not (found_inf is not None and bool(found_inf)):
             self._bad_gradients = False
             self._reporter.nonfinite_applied()
 

@@ -49,7 +49,7 @@ def folded(optimizer: torch.optim.Optimizer, factor: float | Tensor, *, closed: 
     """Within the block, `optimizer.step()` uses its gradients multiplied by `factor` (not 0, at least 2^-100).
 
     With `closed`, a bool [], the kernels look at it themselves: where it is true nothing is written, Adam's step count
-    included. Neither is waited for if it lies on the device; a factor there that is below 2^-128 counts as 2^-128.
+    included. Neither is waited for if it lies on the device.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -65,7 +65,7 @@ def folded(optimizer: torch.optim.Optimizer, factor: float | Tensor, *, closed: 
         -0.25
     """
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    divisor = (1.0 / torch.as_tensor(factor, dtype=torch.float64)).clamp(max=torch.finfo(torch.float32).max).to(device)
+    divisor = (1.0 / torch.as_tensor(factor, dtype=torch.float64)).to(device)
     attributes = {"grad_scale": divisor.to(torch.float32)}
     if closed is not None:
         attributes["found_inf"] = closed.to(device, torch.float32)  # exactly 0 or 1: the kernels test == 1

@@ -11,9 +11,10 @@ nonfinite parameters, an error of another rank, a new plan.
 
 What differs from a step that waits:
 
-- The gate is closed by nonfinite gradients, and by whatever else forbids a step (no gradients, an error on some rank,
-  other loss scales or arguments, a plan that no longer fits). The first is a skip like any other. Of the others all
-  ranks hear one step later; the step itself is lost (`skip_reason="undecided"`), because its gradients are gone.
+- The gate is closed by nonfinite gradients, and by whatever else forbids a step: no gradients, an error on some rank,
+  other loss scales or arguments, a plan that no longer fits, a factor that takes two multiplications. The first is a
+  skip like any other. Of the others all ranks hear one step later; the step itself is lost
+  (`skip_reason="undecided"`), because its gradients are gone.
 - `max_consecutive_skips` and errors raise one step late.
 - `report.stepped` and the like wait for the packet when they are read: not for what was queued after it.
 - Culprits have names, without the number of elements.
@@ -37,7 +38,7 @@ from distclip.agree import GRADIENTS, HEADER, PROBLEM, REPLAN, ROW, Packet
 from distclip.amp import ScalerLink
 from distclip.culprits import find_marked
 from distclip.errors import DistclipError
-from distclip.fold import folded, has_momentum
+from distclip.fold import SMALLEST, folded, has_momentum
 from distclip.hostcopy import HostCopy
 from distclip.optimizers import FoldPlan
 from distclip.plan.plan import Plan
@@ -78,13 +79,17 @@ def late_folds(
 class Gate:
     """What decides on the device: whether the step may run, and how much the host may learn later."""
 
-    def __init__(self, found: Survey, decision: Decision) -> None:
-        self.other = closed(found.packet, found.plan.world_size)
+    def __init__(self, found: Survey, decision: Decision, multiplier: float | Tensor) -> None:
+        self.factors = decision.coefficients * multiplier
+        """What the gradients of each param group are multiplied by, on the device."""
+        # More than one number of the kernels can undo: a matter of all ranks alike, so of all groups.
+        tiny = (self.factors < SMALLEST).any()
+        self.other = closed(found.packet, found.plan.world_size) | tiny
         """Whether something else than nonfinite gradients forbids the step, bool []."""
         self.closed = decision.nonfinite | self.other
         """Whether the step must not run, bool []."""
         self._groups = len(found.plan.param_groups)
-        flags = torch.stack((decision.nonfinite, self.other)).to(torch.float64)
+        flags = torch.stack((decision.nonfinite, self.other, tiny)).to(torch.float64)
         self._copy = HostCopy(torch.cat((found.packet.header, found.packet.rows.flatten(), flags)))
 
     def arrives(self, seconds: float) -> bool:
@@ -100,10 +105,14 @@ class Gate:
         values = self._copy.read()[HEADER:]
         return [values[ROW * group : ROW * (group + 1)] for group in range(self._groups)]
 
+    def must_wait(self) -> bool:
+        """Whether a factor was so small that a step must multiply by it twice, which is for the host to see."""
+        return self._copy.read()[-1] > 0
+
     def verdict(self) -> Verdict:
         """What the device decided; collective of nothing, so any rank may ask at any time."""
         header = self.header()
-        nonfinite, other = (flag > 0 for flag in self._copy.read()[-2:])
+        nonfinite, other, _ = (flag > 0 for flag in self._copy.read()[-3:])
         if header[GRADIENTS] == 0 and not header[REPLAN] and not header[PROBLEM]:
             return Verdict(False, "no_gradients")
         if other:
@@ -114,18 +123,17 @@ class Gate:
 def take_step(
     optimizers: Sequence[torch.optim.Optimizer],
     folds: LateFolds,
-    factors: Tensor,
     gate: Gate,
     link: ScalerLink | None,
     device: torch.device,
 ) -> None:
-    """Run all optimizers behind the gate, then update the loss scale. `factors`: per param group, on the device."""
+    """Run all optimizers behind the gate, then update the loss scale."""
     if link is not None:
         link.record(gate.closed, device)
     for optimizer in optimizers:
         if optimizer not in folds:
             continue  # it has no parameters on this rank
-        factor = factors[folds[optimizer]]
+        factor = gate.factors[folds[optimizer]]
         if link is None:
             with folded(optimizer, factor, closed=gate.closed):
                 optimizer.step()
@@ -162,6 +170,7 @@ class LateStep:
         except DistclipError:
             reporter.record(self.draft, self.report, read_facts(header, rows, lost=True), ())
             raise
+        plan.waits = plan.waits or self.gate.must_wait()
         culprits = find_marked(self.plan, self.packet.marks) if self.report.nonfinite and not facts.lost else ()
         reporter.record(self.draft, self.report, facts, culprits)
         return plan, culprits

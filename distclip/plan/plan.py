@@ -87,7 +87,8 @@ class Plan:
     verified: bool = False
     """Whether gradients of replicas were found alike at a first measurement with finite, nonzero norm."""
     waits: bool = False
-    """Whether every step must wait for the packet's sum: some power sum was found not to fit into float64."""
+    """Whether every step must wait for the packet's sum: some power sum was found not to fit into float64, or a factor
+    to be too small for a fused optimizer."""
 
     distributed: bool = field(init=False)
     """What every step would otherwise find out again, here and below: whether any entry is a DTensor."""

@@ -473,15 +473,17 @@ def test_a_momentum_that_does_not_exist_yet_is_waited_for() -> None:
     assert parameter.tolist() == pytest.approx([-1.0 - 1.9] * 2)
 
 
-def test_a_divisor_that_float32_cannot_hold_is_clamped() -> None:
+def test_a_factor_that_the_kernels_cannot_take_closes_the_gate_once_and_then_is_waited_for() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    seen = []
     with lateness(True):
         clipper = distclip.GradientClipper([parameter], optimizer, max_norm=1e-3)
-        for _ in range(2):
-            parameter.grad = torch.full((2,), 3e38)
-            clipper.step()
-    assert parameter.isfinite().all()
+        for value in (1.0, 3e38, 3e38):
+            parameter.grad = torch.full((2,), value)
+            before = parameter.detach().clone()
+            seen.append((clipper.step().skip_reason, float((parameter.detach() - before).norm())))
+    assert seen == [(None, pytest.approx(1e-3)), ("undecided", 0.0), (None, pytest.approx(1e-3))]
 
 
 @pytest.mark.parametrize("pays", [False, True])
