@@ -231,6 +231,7 @@ class NodeOfRun:
         self.exporter.close()
 
 
+@pytest.mark.soak  # it is the waiting of Prometheus and Alertmanager that takes time
 def test_an_alert_arrives_once_and_ends(prometheus: Prometheus, inbox: Inbox, tmp_path: Path) -> None:
     """A streak between two scrapes on two nodes, a run that is killed, and one that ends well."""
     command = [sys.executable, "-c", KILLED, str(prometheus.targets), str(tmp_path / "killed")]

@@ -71,6 +71,7 @@ def test_zero_trains_like_ddp_and_tells_of_a_bad_step(tmp_path: Path) -> None:
     assert "embedding.weight" in {culprit["parameter"] for culprit in event["culprits"]}
 
 
+@pytest.mark.soak
 def test_the_launcher_with_the_sidecar_and_a_checkpoint(tmp_path: Path) -> None:
     # Named with its interpreter: DeepSpeed's script has a first line that no kernel can follow if a folder has a space.
     deepspeed = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]

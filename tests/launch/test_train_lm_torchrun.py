@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from distclip.data import data_path
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4", "--bytes", "100000"]
 
 
+@pytest.mark.soak
 def test_a_rank_dies_and_the_restart_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     env = {
         **os.environ,
