@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from distclip.fold import SMALLEST
 from distclip.measure import Bundle, as_bundle
 from distclip.measure.values import blocks, writable
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
 
-_SMALLEST = 2.0**-100
 _STEP = 2.0**-64  # a power of two: multiplying by it is exact
 _BLOCK = 1 << 18
 
@@ -142,7 +142,7 @@ def _groups(bundle: Bundle) -> list[tuple[torch.dtype, bool, list[Tensor]]]:
 def _split(factor: float) -> list[float]:
     """Factors whose product is the given one and none of which is tiny. Only the last is not a power of two."""
     factors = []
-    while 0 < abs(factor) < _SMALLEST:
+    while 0 < abs(factor) < SMALLEST:
         factors.append(_STEP)
         factor /= _STEP
     return [*factors, factor]

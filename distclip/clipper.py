@@ -190,9 +190,7 @@ class GradientClipper:
         self._catch_up()
         found, multiplier, scale = self._survey(1.0, step=False, late=False, call="measure()")
         decision = self._decide(found, multiplier)
-        gate = Gate(found, decision, multiplier) if found.facts is None else None
-        verdict = gate.verdict if gate else self._judge(found, decision)
-        report = report_on(self._steps + 1, found, decision, scale, verdict)
+        gate, report = self._conclude(found, decision, multiplier, scale)
         if gate is not None:  # a rank that is in step() goes on without waiting: all hear of it before the next packet
             self._pending.step = LateStep(found.plan, found.statement, found.packet, gate, report, None)
         return report
@@ -258,9 +256,7 @@ class GradientClipper:
         late = self._late_folds() if step else None
         found, multiplier, scale = self._survey(grad_multiplier, step, late is not None)
         decision = self._decide(found, multiplier)
-        gate = Gate(found, decision, multiplier) if found.facts is None else None
-        verdict = gate.verdict if gate else self._judge(found, decision)
-        report = report_on(self._steps + 1, found, decision, scale, verdict)
+        gate, report = self._conclude(found, decision, multiplier, scale)
         culprits = find_culprits(found.plan, found.gradients) if gate is None and report.nonfinite else ()
         self._steps = report.step
         folds: dict[torch.optim.Optimizer, float] = {}
@@ -354,6 +350,14 @@ class GradientClipper:
         )
         self.plan = found.plan
         return found, multiplier / scale, None if self._link is None else scale
+
+    def _conclude(
+        self, found: Survey, decision: Decision, multiplier: float | Tensor, scale: float | Tensor | None
+    ) -> tuple[Gate | None, StepReport]:
+        """The report of a survey; with the gate that gives its verdict, where some rank did not wait."""
+        gate = Gate(found, decision, multiplier) if found.facts is None else None
+        verdict = gate.verdict if gate else self._judge(found, decision)
+        return gate, report_on(self._steps + 1, found, decision, scale, verdict)
 
     def _judge(self, found: Survey, decision: Decision) -> Callable[[], Verdict]:
         return judge(found, decision, stops=self._nonfinite in ("skip", "raise"))
