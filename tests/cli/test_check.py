@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distclip.cli import main
 from distclip.cli.check_step import StepCheck
 from distclip.plan import collectives
+from tests.distributed.block import Block
 
 AGREE = "verdict: distclip and the reference agree"
 
@@ -218,17 +219,6 @@ def test_a_norm_that_proves_little(value):
 
 
 # --- layouts, on ranks ---------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(self.norm(x))))
 
 
 def _layout(kind: str) -> tuple[int | None, str, str]:

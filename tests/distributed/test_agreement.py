@@ -14,20 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import distclip
-from distclip.testing import RankFailure
 from distclip.testing.collectives import count
-
-
-def _fails_alike(ranks: Any, kind: type[Exception], function: Any, world_size: int, *args: Any) -> str:
-    """Run, expect the same error on every rank, and return its text."""
-    with pytest.raises(RankFailure) as failure:
-        ranks(function, world_size, *args)
-    errors = failure.value.errors
-    assert sorted(errors) == list(range(world_size)), failure.value
-    assert {type(error) for error in errors.values()} == {kind}, failure.value
-    texts = {str(error) for error in errors.values()}
-    assert len(texts) == 1, texts
-    return texts.pop()
+from tests.distributed.failures import fails_alike
 
 
 def _parameter(gradient: Tensor) -> nn.Parameter:
@@ -69,7 +57,7 @@ def _one_rank_is_wrong(what: str) -> None:
     ],
 )
 def test_an_error_of_one_rank_is_raised_by_all(ranks: Any, what: str, kind: type[Exception], text: str) -> None:
-    said = _fails_alike(ranks, kind, _one_rank_is_wrong, 2, what)
+    said = fails_alike(ranks, kind, _one_rank_is_wrong, 2, what)
     assert said.startswith(text)
     assert said.endswith("(on rank 1 of 2)")
 
@@ -82,7 +70,7 @@ def _loaded_on_one_rank_only() -> None:
 
 
 def test_a_state_that_was_loaded_on_one_rank_only_is_an_error(ranks: Any) -> None:
-    said = _fails_alike(ranks, distclip.AgreementError, _loaded_on_one_rank_only, 2)
+    said = fails_alike(ranks, distclip.AgreementError, _loaded_on_one_rank_only, 2)
     assert "load_state_dict" in said
     assert "3 on rank 0, 0 on rank 1" in said
 
@@ -112,7 +100,7 @@ def _arguments_differ(call: str) -> None:
 
 @pytest.mark.parametrize(("call", "kind"), [("function", distclip.AgreementError), ("clipper", distclip.ConfigError)])
 def test_arguments_that_differ_are_named(ranks: Any, call: str, kind: type[Exception]) -> None:
-    said = _fails_alike(ranks, kind, _arguments_differ, 2, call)
+    said = fails_alike(ranks, kind, _arguments_differ, 2, call)
     assert said == "max_norm must be the same on every rank, but is 1.0 on rank 0, 2.0 on rank 1"
 
 
@@ -136,7 +124,7 @@ def _clipper_arguments_differ(name: str, values: tuple[Any, Any]) -> None:
     ],
 )
 def test_clippers_built_with_other_arguments_are_told_which(ranks: Any, name: str, values: tuple[Any, Any]) -> None:
-    said = _fails_alike(ranks, distclip.ConfigError, _clipper_arguments_differ, 2, name, values)
+    said = fails_alike(ranks, distclip.ConfigError, _clipper_arguments_differ, 2, name, values)
     assert said.startswith(f"{name} must be the same on every rank, but is ")
     assert said.count(" on rank ") == 2
 
@@ -177,7 +165,7 @@ def _other_values() -> None:
 
 
 def test_replicas_with_other_values_are_named_before_the_first_step(ranks: Any) -> None:
-    said = _fails_alike(ranks, distclip.LayoutError, _other_values, 2)
+    said = fails_alike(ranks, distclip.LayoutError, _other_values, 2)
     assert "'1.weight' (plain) holds different values on ranks 0, 1" in said
     assert "0.weight" not in said
     assert "owned=" in said
@@ -190,7 +178,7 @@ def _other_models() -> None:
 
 
 def test_a_plain_parameter_that_only_some_ranks_hold_is_named(ranks: Any) -> None:
-    said = _fails_alike(ranks, distclip.LayoutError, _other_models, 2)
+    said = fails_alike(ranks, distclip.LayoutError, _other_models, 2)
     assert "'1.weight' (3x2, float32) is only on rank 1" in said
 
 
@@ -200,7 +188,7 @@ def _equal_at_first() -> None:
 
 
 def test_equal_initial_values_do_not_hide_an_undeclared_expert(ranks: Any) -> None:
-    said = _fails_alike(ranks, distclip.LayoutError, _equal_at_first, 2)
+    said = fails_alike(ranks, distclip.LayoutError, _equal_at_first, 2)
     assert "'expert.bias': norms 1.41421, 2.82843 on ranks 0, 1" in said
 
 
@@ -228,7 +216,7 @@ def _missing_on_some() -> None:
 
 
 def test_a_replicated_gradient_on_some_holders_only_is_named(ranks: Any) -> None:
-    said = _fails_alike(ranks, distclip.LayoutError, _missing_on_some, 2)
+    said = fails_alike(ranks, distclip.LayoutError, _missing_on_some, 2)
     assert "'bias' has none on 1 of its holders 0, 1" in said
     assert "find_unused_parameters" in said
 

@@ -25,24 +25,12 @@ from torch.distributed.tensor.parallel import (
 import distclip
 from distclip.testing import oracle
 from distclip.testing.collectives import count
+from tests.distributed.block import Block
 
 SCALE = 64.0
 LIMIT = 0.1
 KINDS = {"GradScaler": GradScaler, "ShardedGradScaler": ShardedGradScaler}
 MICRO_BATCHES = 4
-
-
-class Block(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(batch))))
-        return out
 
 
 def _poison(model: nn.Module, name: str, rank: int) -> None:

@@ -13,18 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import distclip
-from distclip.testing import RankFailure
-
-
-def fails_alike(ranks: Any, kind: type[Exception], function: Any, *args: Any) -> str:
-    """Run on two ranks, expect the same error on both and return its text."""
-    with pytest.raises(RankFailure) as failure:
-        ranks(function, 2, *args)
-    errors = failure.value.errors
-    assert sorted(errors) == [0, 1], failure.value
-    assert {type(error) for error in errors.values()} == {kind}, failure.value
-    assert str(errors[0]) == str(errors[1])
-    return str(errors[0])
+from tests.distributed.failures import fails_alike
 
 
 class Layers(nn.Module):
@@ -97,7 +86,7 @@ def test_a_change_on_all_ranks_counts_from_the_next_step(ranks: Any, how: str, c
     ],
 )
 def test_a_change_on_one_rank_is_named_on_all(ranks: Any, how: str, call: str, text: str) -> None:
-    assert text in fails_alike(ranks, distclip.LayoutError, _change, how, call, (1,))
+    assert text in fails_alike(ranks, distclip.LayoutError, _change, 2, how, call, (1,))
 
 
 def _frozen_base(wrap: bool) -> tuple[float, float, int]:
@@ -148,7 +137,7 @@ def _bad_argument() -> None:
 
 
 def test_a_bad_argument_of_one_rank_leaves_nobody_waiting_for_its_addends(ranks: Any) -> None:
-    said = fails_alike(ranks, distclip.ConfigError, _bad_argument)
+    said = fails_alike(ranks, distclip.ConfigError, _bad_argument, 2)
     assert said == "grad_multiplier must be finite and > 0, not -1 (on rank 1 of 2)"
 
 
@@ -157,7 +146,7 @@ def _more_addends_on_one_rank() -> None:
 
 
 def test_ranks_with_other_parameters_are_told_before_they_add_addends_up(ranks: Any) -> None:
-    said = fails_alike(ranks, distclip.LayoutError, _more_addends_on_one_rank)
+    said = fails_alike(ranks, distclip.LayoutError, _more_addends_on_one_rank, 2)
     assert "'b' (2, float32) is only on rank 1" in said
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distclip
 from distclip.testing import RankFailure, oracle
 from distclip.testing.collectives import count
+from tests.distributed.failures import fails_alike
 
 
 class Branches(nn.Module):
@@ -108,12 +109,7 @@ def _unused_without_the_option() -> None:
 
 def test_a_parameter_that_one_rank_did_not_use_is_named(ranks: Any) -> None:
     """Without find_unused_parameters its gradient stays on that rank."""
-    with pytest.raises(RankFailure) as failure:
-        ranks(_unused_without_the_option, 2)
-    texts = {str(error) for error in failure.value.errors.values()}
-    assert [type(error) for error in failure.value.errors.values()] == [distclip.LayoutError] * 2
-    assert len(texts) == 1
-    text = texts.pop()
+    text = fails_alike(ranks, distclip.LayoutError, _unused_without_the_option, 2)
     assert "'sometimes.weight' has none on 1 of its holders 0, 1" in text
     assert "find_unused_parameters=True" in text
 

@@ -18,33 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import distclip
-from distclip.telemetry.record import RunInfo, StepRecord
-from distclip.testing import RankFailure
 from distclip.testing.collectives import count
-
-
-class Recorder:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.info: list[RunInfo] = []
-        self.records: list[StepRecord] = []
-        self.applied = 0
-
-    def open(self, info: RunInfo) -> None:
-        self.info.append(info)
-
-    def record(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def nonfinite_applied(self) -> None:
-        self.applied += 1
-
-    def phase(self, name: str) -> None:
-        raise AssertionError("no phase was entered")
-
-    def close(self) -> None:
-        raise AssertionError("nobody closed it")
+from tests.distributed.failures import fails_alike
+from tests.distributed.recorder import Recorder
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -341,13 +317,7 @@ def _other_scale() -> None:
 
 
 def test_ranks_with_other_scales_are_told(ranks: Any) -> None:
-    with pytest.raises(RankFailure) as failure:
-        ranks(_other_scale, 2)
-    texts = {str(error) for error in failure.value.errors.values()}
-    assert all(isinstance(error, distclip.AgreementError) for error in failure.value.errors.values())
-    assert len(failure.value.errors) == 2
-    assert len(texts) == 1
-    assert "2 on rank 0, 8 on rank 1" in texts.pop()
+    assert "2 on rank 0, 8 on rank 1" in fails_alike(ranks, distclip.AgreementError, _other_scale, 2)
 
 
 def _fused(bad: bool) -> tuple[int, bool, bool]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distclip
 from distclip.testing import oracle
 from distclip.testing.collectives import count
+from tests.distributed.block import Block
 
 LIMIT = 0.1
 RANKS = {
@@ -38,19 +39,6 @@ RANKS = {
     "owned experts": 2,
     "marked experts": 2,
 }
-
-
-class Block(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(batch))))
-        return out
 
 
 def _wrap(how: str, block: Any) -> tuple[Any, dict[str, Any]]:

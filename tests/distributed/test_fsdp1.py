@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 import distclip
-from distclip.testing import RankFailure, oracle
+from distclip.testing import oracle
 from distclip.testing.collectives import count
+from tests.distributed.failures import fails_alike
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
 
@@ -166,13 +167,9 @@ def test_sharded_in_pairs_and_replicated_between_them_by_hand(ranks: Any, use_or
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_pairs_that_were_not_synchronised_are_refused_by_name(ranks: Any, use_orig_params: bool) -> None:
-    with pytest.raises(RankFailure) as failure:
-        ranks(_outer_replication, 4, use_orig_params, False)
-    texts = {str(error) for error in failure.value.errors.values()}
-    assert [type(error) for error in failure.value.errors.values()] == [distclip.LayoutError] * 4
-    assert len(texts) == 1
+    text = fails_alike(ranks, distclip.LayoutError, _outer_replication, 4, use_orig_params, False)
     name = "first.weight" if use_orig_params else "first._flat_param"
-    assert f"'{name}': norms" in texts.pop()
+    assert f"'{name}': norms" in text
 
 
 # --- ignored modules -----------------------------------------------------------------------------------------------
@@ -210,12 +207,7 @@ def test_ignored_modules_that_are_declared_count_on_every_rank(ranks: Any, use_o
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_ignored_modules_that_are_not_declared_are_refused_by_name(ranks: Any, use_orig_params: bool) -> None:
-    with pytest.raises(RankFailure) as failure:
-        ranks(_ignored, 2, use_orig_params, False)
-    texts = {str(error) for error in failure.value.errors.values()}
-    assert [type(error) for error in failure.value.errors.values()] == [distclip.LayoutError] * 2
-    assert len(texts) == 1
-    text = texts.pop()
+    text = fails_alike(ranks, distclip.LayoutError, _ignored, 2, use_orig_params, False)
     assert "'last.weight': norms" in text
     assert "'last.bias': norms" in text
     assert "'first." not in text

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distclip
-from tests.distributed.test_late import Recorder, lateness
+from tests.distributed.recorder import Recorder
+from tests.distributed.test_late import lateness
 
 
 def _training(sink: Any = None) -> tuple[nn.Parameter, torch.optim.Optimizer, distclip.GradientClipper]:

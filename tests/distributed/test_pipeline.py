@@ -14,8 +14,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import distclip
-from distclip.testing import RankFailure, oracle
+from distclip.testing import oracle
 from distclip.testing.collectives import count
+from tests.distributed.failures import fails_alike
 
 MICRO_BATCHES = 4
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
@@ -103,12 +104,7 @@ def _undeclared() -> None:
 
 
 def test_stages_without_a_pipeline_group_are_refused(ranks: Any) -> None:
-    with pytest.raises(RankFailure) as failure:
-        ranks(_undeclared, 2)
-    texts = {str(error) for error in failure.value.errors.values()}
-    assert [type(error) for error in failure.value.errors.values()] == [distclip.LayoutError] * 2
-    assert len(texts) == 1
-    text = texts.pop()
+    text = fails_alike(ranks, distclip.LayoutError, _undeclared, 2)
     assert "'0.weight' (plain) holds different values on ranks 0, 1" in text
     assert "parameters of a pipeline stage need pipeline_group=" in text
 
