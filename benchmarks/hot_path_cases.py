@@ -1,8 +1,9 @@
 """What `hot_path.py` times: gradients of a given shape and layout, and the calls that clip them.
 
-Runs inside the processes that `hot_path.py` starts. Every case is timed interleaved: read, distclip, peer, read,
-distclip, peer, and so on, so that a busy machine slows all of them alike; only ratios are to be believed. On several
-ranks a round's time is that of the slowest rank, after a barrier. What a call did to the gradients is undone after it.
+Runs inside the processes that `hot_path.py` starts. Every case is timed interleaved, in rounds of read, distclip and
+peer, so that a busy machine slows all of them alike; only ratios are to be believed. Each round starts with another of
+them, because what a call finds in the caches depends on which one came before. On several ranks a round's time is that
+of the slowest rank, after a barrier. What a call did to the gradients is undone after it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def run(case: Case, shrink: int, rounds: int) -> dict[str, list[float]]:
     calls: dict[str, Callable[[], Any]] = {READ: lambda: flat.sum(), **bench.calls(limit)}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
-        for name, call in calls.items():
+        first = turn % len(calls)
+        for name, call in (*[*calls.items()][first:], *[*calls.items()][:first]):
             if dist.is_initialized():
                 dist.barrier()
             started = time.perf_counter()

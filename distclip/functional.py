@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,10 +72,11 @@ class _Calls:
 
     def find(self, key: object, tensors: Sequence[Tensor]) -> tuple[int, Plan | None]:
         """The number of a plan and the plan, with its parameters; (0, None) if there is none."""
-        if key not in self.plans:
+        found = self.plans.pop(key, None)
+        if found is None:
             return 0, None
-        self.plans.move_to_end(key)
-        number, plan, pick = self.plans[key]
+        self.plans[key] = found  # as the newest
+        number, plan, pick = found
         plan.parameters = pick(tensors)
         return number, plan
 
@@ -228,7 +230,8 @@ def _call(
         limit, p = limit_of(), check_norm_type(norm_type)
         items = items_of(source)
         tensors = tensors_of(items)
-        key = (tuple(map(id, tensors)), repr(declaration))
+        # bytes, because they remember their hash
+        key = (array("Q", map(id, tensors)).tobytes(), repr(declaration))
     except Exception as error:  # other ranks are waiting, whatever it is
         problem = for_all_ranks(error)
     for module in modules_of(items):

@@ -10,7 +10,7 @@ from distclip.measure.bundle import Bundle, as_bundle
 from distclip.measure.device import measure_on_device
 from distclip.measure.eager import max_abs, measure, scaled_power_sum
 from distclip.measure.exact import count_nonfinite
-from distclip.measure.ranges import RangeCache
+from distclip.measure.layouts import RangeCache
 
 __all__ = [
     "Bundle",

@@ -8,7 +8,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from distclip.measure.ranges import Layout, RangeCache, layouts
+from distclip.measure.layouts import RangeCache, layouts
+from distclip.measure.ranges import Layout
 
 _layout_of = attrgetter("layout")
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
-from distclip.measure.ranges import LONGEST, ROW, Layout, Span, row_length
-from distclip.measure.values import REAL, blocks, readable
-
-_HALF_ROW = 1024
-"""As `ROW`, for half precision, which is spread over 32 accumulators."""
+from distclip.measure.halves import half_kernel_works, half_squares
+from distclip.measure.ranges import LONGEST, Layout, Pack, Span, row_length, rows_of
+from distclip.measure.values import HALF, REAL, blocks, readable
 
 _BLOCK = 1 << 19
 """Elements of scratch: 2 MiB of fp32."""
@@ -32,7 +29,6 @@ _FP32_FLOOR = 2.0**-96
 _FP32_POWERS = 3.0
 """Up to this p the powers of fp32 numbers are taken in fp32; beyond, ordinary gradients would be lost in underflow."""
 
-_HALF = frozenset((torch.bfloat16, torch.float16))
 _WIDE = frozenset((torch.float64, torch.complex128))
 _norm = torch.linalg.vector_norm
 
@@ -46,12 +42,12 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
         parts.sources += layout.rows
         parts.partials += [_norm(gradients[m.span.first].as_strided(m.size, m.stride), 2, 1) for m in layout.matrices]
         parts.sources += [matrix.span for matrix in layout.matrices]
+        for matrix in layout.halves:
+            parts.matrix(gradients[matrix.span.first].as_strided(matrix.size, matrix.stride), matrix.span)
     for span in layout.long if norm_type == 2.0 else layout.spans():
         parts.span(span.target(gradients), span.numel)
     for pack in layout.packs:
-        joined = parts.scratch(gradients[pack.spans[0].first].dtype, pack.numel, pack=True)
-        sources = pack.join(gradients, joined)
-        parts.span(joined, pack.numel, sources)
+        parts.pack(pack, gradients)
     for gradient in others:
         values, repeat = readable(gradient)
         if norm_type == 2.0 and values.is_complex() and values.is_contiguous():
@@ -63,6 +59,7 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
             parts.any(values, (gradient,), repeat)
     if not parts.partials:
         return torch.zeros(4, dtype=torch.float64, device="cpu")
+    parts.take_roots()
     total = parts.total(parts.partials)
     numel = layout.numel + sum(gradient.numel() for gradient in others)
     narrow = norm_type <= _FP32_POWERS and (layout.narrow or bool(others))
@@ -102,7 +99,9 @@ class _Parts:
         self.norm_type = norm_type
         self.partials: list[Tensor] = []  # norms of rows for p = 2, maxima for inf, sums of rows otherwise
         self.sources: list[Span | Sequence[Tensor]] = []  # of each; the same object where several share it
+        self._squares: list[Tensor] = []  # the partials that are not norms yet, but their squares
         self._scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
+        self._trays: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _Tray] = {}
 
     def scratch(self, dtype: torch.dtype, numel: int, *, pack: bool = False) -> Tensor:
         """Uninitialised memory, valid until the next call with the same dtype and use."""
@@ -111,6 +110,26 @@ class _Parts:
             buffer = self._scratch[dtype, pack] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel]
 
+    def pack(self, pack: Pack, gradients: Sequence[Tensor]) -> None:
+        """Measure small ranges, copied together."""
+        key = (pack.dtype, pack.numel, pack.inner)
+        tray = self._trays.get(key)
+        if tray is None:
+            tray = self._trays[key] = self._tray(*key)
+        sources = pack.tensors(gradients)
+        _join(sources, pack.inner, tray)
+        if self.norm_type != 2.0:
+            self.any(tray.values, sources)
+            return
+        if tray.matrix is not None:
+            self.matrix(tray.matrix, sources)
+        if tray.rest is not None:
+            self.rest(tray.rest, sources)
+
+    def _tray(self, dtype: torch.dtype, numel: int, inner: tuple[int, ...] | None) -> _Tray:
+        values = self.scratch(dtype, numel, pack=True)
+        return _Tray(values if inner is None else values.view(-1, *inner), values, *_cut(values))
+
     def span(self, values: Tensor, numel: int, sources: Sequence[Tensor] | None = None) -> None:
         """Measure contiguous real numbers. `sources`: where to find them later, if not in `values`."""
         if numel > LONGEST:
@@ -118,35 +137,41 @@ class _Parts:
                 self.span(piece, piece.numel(), sources)
         elif self.norm_type != 2.0:
             self.any(values.view(-1), sources or (values,))
-        elif values.dtype in _HALF:
-            self._halves(values.view(-1), numel, sources or (values,))
         else:
-            self._squares(values, numel, sources)
+            matrix, rest = _cut(values)
+            if matrix is not None:
+                self.matrix(matrix, sources or (matrix,))
+            if rest is not None:
+                self.rest(rest, sources or (rest,))
 
-    def _squares(self, values: Tensor, numel: int, sources: Sequence[Tensor] | None = None) -> None:
-        """Rows of a contiguous range in its own precision."""
-        row = row_length(numel)
-        rows = numel // row
-        matrix = values.as_strided((rows, row), (row, 1))
-        self.partials.append(_norm(matrix, 2, dim=1))
-        self.sources.append(sources or (matrix,))
-        if rows * row < numel:
-            rest = values.view(-1)[rows * row :]
-            self.partials.append(_norm(rest.view(1, -1), 2, dim=1))
-            self.sources.append(sources or (rest,))
+    def matrix(self, matrix: Tensor, sources: Span | Sequence[Tensor]) -> None:
+        """Measure the rows of a contiguous matrix."""
+        if matrix.dtype not in HALF:
+            self.partials.append(_norm(matrix, 2, 1))
+        elif half_kernel_works():
+            squares = half_squares(matrix)
+            self.partials.append(squares)
+            self._squares.append(squares)
+        else:
+            self.rest(matrix.view(-1), sources)
+            return
+        self.sources.append(sources)
 
-    def _halves(self, values: Tensor, numel: int, sources: Sequence[Tensor]) -> None:
-        """Rows of one-dimensional half precision numbers."""
-        row = row_length(numel, _HALF_ROW)
-        rows = numel // row if row >= ROW and half_kernel_works() else 0
-        if rows:
-            self.partials.append(half_squares(values, rows, row).sqrt_())
-            self.sources.append(sources)
-        for rest in blocks(values[rows * row :], _BLOCK):
-            copy = self.scratch(torch.float32, rest.numel()).copy_(rest)
+    def rest(self, values: Tensor, sources: Span | Sequence[Tensor]) -> None:
+        """Measure one-dimensional numbers that have no kernel of their own."""
+        for block in blocks(values, _BLOCK):
+            copy = block
+            if values.dtype in HALF:
+                copy = self.scratch(torch.float32, block.numel()).copy_(block)
             for matrix in _rows(copy):
                 self.partials.append(_norm(matrix, 2, 1))
                 self.sources.append(sources)
+
+    def take_roots(self) -> None:
+        """Make norms of what are squares: at once, because a call for each would show."""
+        if self._squares:
+            torch._foreach_sqrt_(self._squares)
+        self._squares.clear()
 
     def any(self, values: Tensor, sources: Sequence[Tensor], repeat: int = 1) -> None:
         """Measure numbers of any shape, strides, dtype and norm; each element counts `repeat` times."""
@@ -193,39 +218,37 @@ class _Parts:
         return float(together.sum(dtype=torch.float64))
 
 
-def half_squares(values: Tensor, rows: int, row: int) -> Tensor:
-    """Sums of squares, in fp32, of `rows` rows of half precision numbers.
+class _Tray(NamedTuple):
+    """Scratch into which small ranges are copied: the same memory seen in several ways."""
 
-    torch's reductions round their result to the precision of the input, and converting the input first costs twice as
-    much as reading it. The backward pass of group norm has to sum the products of two half precision tensors over
-    rows into fp32 weights: with the gradient as both tensors, mean 0 and deviation 1, those are the sums wanted, in
-    one pass.
-    """
-    matrix = values.as_strided((1, rows, row), (rows * row, row, 1))
-    mean, deviation, weight = _constants(rows)
-    wanted = (False, True, False)  # of the gradients of input, weight and bias
-    found = torch.ops.aten.native_group_norm_backward(matrix, matrix, mean, deviation, weight, 1, rows, row, 1, wanted)
-    return cast(Tensor, found[1])
+    out: Tensor
+    """As ranges are joined."""
+    values: Tensor
+    """One-dimensional."""
+    matrix: Tensor | None
+    """As rows, and what they leave over."""
+    rest: Tensor | None
 
 
-@lru_cache(maxsize=16)
-def _constants(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _cpu_full((1, 1), 0.0), _cpu_full((1, 1), 1.0), _cpu_full((rows,), 1.0)
+def _join(sources: tuple[Tensor, ...], inner: tuple[int, ...] | None, tray: _Tray) -> None:
+    if inner is None:
+        torch.cat(sources, out=tray.out)
+        return
+    if sources[0].shape[1:] == inner:
+        try:
+            torch.cat(sources, out=tray.out)
+            return
+        except RuntimeError:  # they are not alike any more: a layout is kept while numbers of elements stay the same
+            pass
+    torch.cat([source.view(-1) for source in sources], out=tray.values)
 
 
-def _cpu_full(size: tuple[int, ...], value: float) -> Tensor:
-    return torch.full(size, value, dtype=torch.float32, device="cpu")
-
-
-@lru_cache(maxsize=1)
-def half_kernel_works() -> bool:
-    """Whether this torch's group norm does what `half_squares` takes for granted."""
-    values = torch.full((2 * _HALF_ROW,), 0.5, dtype=torch.bfloat16, device="cpu")
-    try:
-        squares = half_squares(values, 2, _HALF_ROW)
-    except RuntimeError:
-        return False
-    return squares.dtype is torch.float32 and squares.tolist() == [_HALF_ROW / 4, _HALF_ROW / 4]
+def _cut(values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Contiguous numbers as a matrix of rows and the one-dimensional rest, where there are such."""
+    numel = values.numel()
+    rows, row = rows_of(numel, values.dtype)
+    matrix = values.as_strided((rows, row), (row, 1)) if rows else None
+    return matrix, values.view(-1)[rows * row :] if rows * row < numel else None
 
 
 def _rows(values: Tensor) -> list[Tensor]:

@@ -1,18 +1,15 @@
-"""Turn thousands of gradients into a few long ranges of memory.
+"""What is read and written in one go: thousands of gradients as a few long ranges of memory.
 
 Most frameworks keep gradients as adjacent views of one buffer: FSDP1's flat gradient, the reduce-scatter output of an
-FSDP2 group, DDP's buckets, ZeRO's partitions. Reading the buffer once is much cheaper than visiting each view. So views
-of one storage that touch exactly are merged; a gap is never bridged, because nobody promises what padding holds.
+FSDP2 group, DDP's buckets, ZeRO's partitions. Reading the buffer once is much cheaper than visiting each view.
 
 What remains small is listed for packing: copied together into a block of scratch that fits the cache and read there,
-because a call per tensor would cost more than the data.
-
-Working this out takes about a microsecond per gradient, so the answer is kept in a `RangeCache` and reused while the
-gradients lie at the same addresses with the same shapes. It never holds a tensor, so it keeps no gradient alive.
+because a call per tensor would cost more than the data. Which ranges there are, is found in `distclip.measure.layouts`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,17 +19,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distclip.measure.values import REAL
+from distclip.measure.values import HALF
 
 SMALL = 1 << 17
 """Ranges below this number of bytes are packed. Above it, a call per tensor costs less than copying it (measured on
 CPU: equal at 64 to 128 KiB), and torch starts to use several threads."""
 
-PACK = 1 << 21
+PACK = 1 << 22
 """Bytes packed together: they stay in the second or third level cache."""
 
 ROW = 256
 """Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
+
+HALF_ROW = 1024
+"""As `ROW`, for half precision, which is spread over 32 accumulators."""
 
 SHORT = 1 << 16
 """Elements up to which another kernel scales a range faster: see `distclip.apply`."""
@@ -43,9 +43,7 @@ LONGEST = 1 << 24
 _ALIKE = 8
 """A pack of its own costs as much as viewing this many gradients one-dimensionally for a common pack."""
 
-_shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
-
-_Key = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[bool, ...], tuple[torch.dtype, ...]]
+_shape = attrgetter("shape")
 
 
 class Span(NamedTuple):
@@ -82,20 +80,15 @@ class Pack(NamedTuple):
     """Small ranges of one dtype, at most `PACK` bytes together."""
 
     spans: list[Span]
+    dtype: torch.dtype
     numel: int
-    rows: tuple[int, ...] | None
-    """What follows the first dimension, where all are whole gradients that agree in it and can be joined as is."""
+    inner: tuple[int, ...] | None
+    """What follows the first dimension, where all are whole gradients alike in it, which can be joined as they are."""
     pick: Picker
-
-    def join(self, gradients: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
-        """Copy all into the one-dimensional `out`, which has `numel` elements. Returns the tensors that were copied."""
-        tensors = self.tensors(gradients)
-        torch.cat(tensors, out=out if self.rows is None else out.view(-1, *self.rows))
-        return tensors
 
     def tensors(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The ranges: as they are if they can be joined so, else as one-dimensional views."""
-        return tuple(span.view(gradients) for span in self.spans) if self.rows is None else self.pick(gradients)
+        return tuple(span.view(gradients) for span in self.spans) if self.inner is None else self.pick(gradients)
 
 
 class Group(NamedTuple):
@@ -129,8 +122,12 @@ class Layout:
     """Matrices in fp32 or fp64 that consist of short rows already: no view is needed to read them exactly."""
     pick_rows: Picker = field(default=picker(()))
     """Takes these out of the gradients."""
+    shapes: tuple[torch.Size, ...] = ()
+    """Of these."""
     matrices: list[Matrix] = field(default_factory=list)
     """Other long ranges in fp32 or fp64 that short rows divide evenly."""
+    halves: list[Matrix] = field(default_factory=list)
+    """Long ranges in half precision that short rows divide evenly."""
     long: list[Span] = field(default_factory=list)
     """Long ranges that need more thought."""
     packs: list[Pack] = field(default_factory=list)
@@ -138,8 +135,6 @@ class Layout:
     """All these ranges once more, as they are written."""
     others: list[int] = field(default_factory=list)
     """Gradients that are not contiguous, not real or lazily negated: looked at one by one."""
-    merged: list[tuple[int, int]] = field(default_factory=list)
-    """(first gradient, bytes) of each merged range: what its storage must still hold."""
     numel: int = 0
     """Elements in all ranges."""
     narrow: bool = False
@@ -147,11 +142,15 @@ class Layout:
 
     def spans(self) -> list[Span]:
         """The long ranges."""
-        return [*self.rows, *(matrix.span for matrix in self.matrices), *self.long]
+        return [*self.rows, *(matrix.span for matrix in (*self.matrices, *self.halves)), *self.long]
 
     def targets(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """All ranges, long and small, as contiguous tensors of any shape."""
         return [tensor for group in self.groups for tensor in group.tensors(gradients)]
+
+    def shaped_alike(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether what is read by its shape has the shape that it had when the layout was made."""
+        return tuple(map(_shape, self.pick_rows(gradients))) == self.shapes
 
     def add(self, spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> None:
         """Take up ranges of one dtype."""
@@ -161,25 +160,40 @@ class Layout:
                 whole = [span.first for span in alike if span.tensors == 1]
                 self.groups.append(Group(dtype, short, picker(whole), [span for span in alike if span.tensors > 1]))
         self.narrow |= dtype is not torch.float64
-        self.merged.extend((span.first, span.numel * dtype.itemsize) for span in spans if span.tensors > 1)
         small: list[Span] = []
         for span in spans:
             self.numel += span.numel
             if span.numel * dtype.itemsize < SMALL:
                 small.append(span)
                 continue
-            row = row_length(span.numel)
+            size = rows_of(span.numel, dtype)
             shape = shapes[span.first]
-            if dtype.itemsize < 4 or span.numel > LONGEST:
+            if span.numel > LONGEST:
                 self.long.append(span)
-            elif span.tensors == 1 and len(shape) == 2 and ROW // 4 <= shape[1] <= ROW:
+            elif dtype not in HALF and span.tensors == 1 and len(shape) == 2 and ROW // 4 <= shape[1] <= ROW:
                 self.rows.append(span)
-            elif span.numel % row:
+            elif span.numel != math.prod(size):
                 self.long.append(span)
             else:
-                self.matrices.append(Matrix(span, (span.numel // row, row), (row, 1)))
+                matrices = self.halves if dtype in HALF else self.matrices
+                matrices.append(Matrix(span, size, (size[1], 1)))
         self.pick_rows = picker([span.first for span in self.rows])
-        self.packs.extend(_pack(small, shapes, PACK // dtype.itemsize))
+        self.shapes = tuple(shapes[span.first] for span in self.rows)
+        self.packs.extend(_pack(small, dtype, shapes))
+
+
+def rows_of(numel: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The size of the matrix as which a contiguous range is read, (rows, row); what it leaves over is less than a row.
+
+    No rows at all for half precision numbers too few for its kernel.
+    """
+    if dtype not in HALF:
+        row = row_length(numel)
+    elif numel < ROW:
+        return 0, ROW
+    else:
+        row = row_length(numel, HALF_ROW)
+    return numel // row, row
 
 
 @lru_cache(maxsize=4096)
@@ -193,115 +207,25 @@ def row_length(numel: int, longest: int = ROW) -> int:
     return next((row for row in candidates if numel % row == 0), longest)
 
 
-class RangeCache:
-    """Remembers how the gradients of one bucket lie in memory. Keep one for each bucket and pass it to every call."""
-
-    __slots__ = ("_key", "_layouts")
-
-    def __init__(self) -> None:
-        self._key: _Key | None = None
-        self._layouts: list[Layout] = []
-
-    def layouts(self, gradients: Sequence[Tensor]) -> list[Layout]:
-        """The layouts for these strided gradients, one for each device, worked out again only if something moved."""
-        key = _key(gradients)
-        if key != self._key or not all(_still_there(layout, gradients) for layout in self._layouts):
-            self._layouts = _layouts(gradients, key)
-            self._key = key
-        return self._layouts
-
-
-def layouts(gradients: Sequence[Tensor]) -> list[Layout]:
-    """As `RangeCache.layouts`, without remembering."""
-    return _layouts(gradients, _key(gradients))
-
-
-def _key(gradients: Sequence[Tensor]) -> _Key:
-    # map() over the C methods: these four walks are most of the host's work when there are thousands of tiny gradients.
-    return (
-        tuple(map(Tensor.data_ptr, gradients)),
-        tuple(map(_shape, gradients)),
-        tuple(map(Tensor.is_contiguous, gradients)),
-        tuple(map(_dtype, gradients)),
-    )
-
-
-def _still_there(layout: Layout, gradients: Sequence[Tensor]) -> bool:
-    """Whether each merged range still lies within one storage.
-
-    Equal addresses are not enough: an allocator may have placed separate tensors where one buffer was.
-    """
-    return all(_room(gradients[first]) >= size for first, size in layout.merged)
-
-
-def _room(gradient: Tensor) -> int:
-    """Bytes from the gradient's first element to the end of its storage."""
-    return gradient.untyped_storage().nbytes() - int(gradient.storage_offset()) * gradient.element_size()
-
-
-def _layouts(gradients: Sequence[Tensor], key: _Key) -> list[Layout]:
-    pointers, shapes, contiguous, dtypes = key
-    numels = list(map(Tensor.numel, gradients))
-    devices = list(map(_device, gradients))
-    negated = any(map(Tensor.is_neg, gradients))
-    found = {device: Layout(device) for device in dict.fromkeys(devices)}
-    flat: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    if len(found) == len(set(dtypes)) == 1 and dtypes[0] in REAL and all(numels) and all(contiguous) and not negated:
-        flat[devices[0], dtypes[0]] = list(range(len(gradients)))
-    else:
-        for index, (device, dtype, plain) in enumerate(zip(devices, dtypes, contiguous, strict=True)):
-            if not numels[index]:
-                continue
-            if plain and dtype in REAL and not (negated and gradients[index].is_neg()):
-                flat.setdefault((device, dtype), []).append(index)
-            else:
-                found[device].others.append(index)
-    for (device, dtype), indices in flat.items():
-        found[device].add(_merge(indices, gradients, pointers, numels, dtype.itemsize), dtype, shapes)
-    return [layout for layout in found.values() if layout.numel or layout.others]
-
-
-def _merge(
-    indices: list[int], gradients: Sequence[Tensor], pointers: tuple[int, ...], numels: list[int], itemsize: int
-) -> list[Span]:
-    """Join exactly adjacent views of one storage."""
-    if not any(gradients[index].storage_offset() for index in indices):
-        return [Span(index, numels[index], 1) for index in indices]  # each starts its own storage: nothing can touch
-    merged: list[Span] = []
-    first = numel = count = 0
-    storage = -1
-    for index in sorted(indices, key=pointers.__getitem__):
-        this_storage = gradients[index].untyped_storage().data_ptr()
-        if count and this_storage == storage and pointers[index] == pointers[first] + numel * itemsize:
-            numel, count = numel + numels[index], count + 1
-            continue
-        if count:
-            merged.append(Span(first, numel, count))
-        first, numel, count, storage = index, numels[index], 1, this_storage
-    merged.append(Span(first, numel, count))
-    return merged
-
-
-def _pack(spans: list[Span], shapes: Sequence[torch.Size], most: int) -> list[Pack]:
-    """Distribute small ranges over packs of at most `most` elements: what can be joined as it is by shape, all others
-    together."""
+def _pack(spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> list[Pack]:
+    """Distribute small ranges over packs: what can be joined as it is by shape, all others together."""
     alike: dict[tuple[int, ...] | None, list[Span]] = {}
     for span in spans:
         shape = shapes[span.first]
         alike.setdefault(shape[1:] if shape and span.tensors == 1 else None, []).append(span)
-    for few in [rows for rows, members in alike.items() if rows is not None and len(members) < _ALIKE]:
+    for few in [inner for inner, members in alike.items() if inner is not None and len(members) < _ALIKE]:
         alike.setdefault(None, []).extend(alike.pop(few))
     packs: list[Pack] = []
-    for rows, members in alike.items():
+    for inner, members in alike.items():
         start = total = 0
         for end, span in enumerate(members):
-            if total + span.numel > most:
-                packs.append(_one_pack(members[start:end], total, rows))
+            if total + span.numel > PACK // dtype.itemsize:
+                packs.append(_one_pack(members[start:end], dtype, total, inner))
                 start, total = end, 0
             total += span.numel
-        packs.append(_one_pack(members[start:], total, rows))
+        packs.append(_one_pack(members[start:], dtype, total, inner))
     return packs
 
 
-def _one_pack(spans: list[Span], numel: int, rows: tuple[int, ...] | None) -> Pack:
-    return Pack(spans, numel, rows, picker([span.first for span in spans]))
+def _one_pack(spans: list[Span], dtype: torch.dtype, numel: int, inner: tuple[int, ...] | None) -> Pack:
+    return Pack(spans, dtype, numel, inner, picker([span.first for span in spans]))

@@ -19,7 +19,8 @@ from torch import Tensor
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
-REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+HALF = frozenset((torch.bfloat16, torch.float16))
+REAL = HALF | {torch.float32, torch.float64}
 
 
 def readable(gradient: Tensor) -> tuple[Tensor, int]:

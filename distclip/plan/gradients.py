@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,8 +50,13 @@ class Gradients:
         """The gradients of a bucket as they are measured."""
         found = self._bundles.get(id(bucket))
         if found is None:
-            # sums are made anew in every step, so there is nothing to remember of them
-            found = Bundle(self.measurable(bucket.entries), None if self.summed else bucket.cache)
+            if self.summed:
+                # made anew in every step, so there is nothing to remember of them
+                found = Bundle(self.measurable(bucket.entries))
+            elif self.missing:
+                found = Bundle(self.measurable(bucket.entries), bucket.cache)
+            else:
+                found = Bundle(bucket.pick(cast(list[Tensor], self.local)), bucket.cache)
             self._bundles[id(bucket)] = found
         return found
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from distclip.measure import RangeCache
+from distclip.measure.ranges import Picker, picker
 from distclip.plan.collectives import GroupReference
 from distclip.plan.layout import Layout
 from distclip.plan.partial import Reduction
@@ -52,6 +53,11 @@ class Bucket:
     entries: tuple[int, ...]
     """Indices into `Plan.entries`."""
     cache: RangeCache = field(default_factory=RangeCache, compare=False)
+    pick: Picker = field(init=False, compare=False)
+    """Takes what belongs to these entries out of a list of all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pick", picker(self.entries))
 
 
 @dataclass

@@ -74,6 +74,8 @@ def tensors_of(items: list[Any]) -> list[Any]:
     modules = modules_of(items)
     if modules:
         return [parameter for module in modules for parameter in (*module.parameters(), *_hidden(module))]
+    if not any(issubclass(kind, tuple) for kind in set(map(type, items))):
+        return items
     return [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distclip.measure import cpu, measure
+from distclip.measure.halves import half_kernel_works, half_squares
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -15,10 +16,10 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_squares_are_summed_in_fp32(dtype: torch.dtype) -> None:
     # The kernel is worth its obscurity while it is this exact. If torch changes it, `half_kernel_works` must say no.
-    assert cpu.half_kernel_works()
-    values = torch.randn(3 * 512, generator=torch.Generator().manual_seed(3)).to(dtype)
-    squares = cpu.half_squares(values, 3, 512)
-    wanted = values.to(torch.float64).view(3, 512).square().sum(dim=1)
+    assert half_kernel_works()
+    values = torch.randn(3, 512, generator=torch.Generator().manual_seed(3)).to(dtype)
+    squares = half_squares(values)
+    wanted = values.to(torch.float64).square().sum(dim=1)
     assert squares.dtype is torch.float32
     torch.testing.assert_close(squares.to(torch.float64), wanted, rtol=1e-6, atol=0)
 
