@@ -1,7 +1,8 @@
 """Measure gradients on the CPU: rows in fp32, everything across rows in fp64, and a second look where the sum is odd.
 
-For p = 2 a long range is read once, as a matrix with short rows. Small ranges are copied together first. Other norms
-take the powers block by block in scratch that fits the cache; the inf-norm needs no scratch.
+For p = 2 a long range is read once, as a matrix with short rows. Small ranges are copied together first. With one
+thread NumKong reads ranges where they lie, if it is installed (`distclip.measure.simd`). Other norms take the powers
+block by block in scratch that fits the cache; the inf-norm needs no scratch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distclip.measure import simd
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
 from distclip.measure.halves import half_kernel_works, half_squares
 from distclip.measure.ranges import LONGEST, Layout, Pack, Span, row_length, rows_of
@@ -37,6 +39,10 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
     """[amount, nan count, inf count, flag] of a layout's ranges and of other gradients, as `measure` returns them."""
     parts = _Parts(norm_type)
     if norm_type == 2.0:
+        parts.squares(layout.medium, gradients)
+    if norm_type == 2.0 and torch.get_num_threads() == 1 and simd.works():
+        parts.squares(layout.long_spans(), gradients)
+    elif norm_type == 2.0:
         # Thousands of ranges may come this way, so the host does nothing but call the kernel.
         parts.partials += map(_norm, layout.pick_rows(gradients), itertools.repeat(2), itertools.repeat(1))
         parts.sources += layout.rows
@@ -44,8 +50,11 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
         parts.sources += [matrix.span for matrix in layout.matrices]
         for matrix in layout.halves:
             parts.matrix(gradients[matrix.span.first].as_strided(matrix.size, matrix.stride), matrix.span)
-    for span in layout.long if norm_type == 2.0 else layout.spans():
-        parts.span(span.target(gradients), span.numel)
+        for span in layout.long:
+            parts.span(span.target(gradients), span.numel)
+    else:
+        for span in layout.spans():
+            parts.span(span.target(gradients), span.numel)
     for pack in layout.packs:
         parts.pack(pack, gradients)
     for gradient in others:
@@ -57,10 +66,10 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
             parts.span(values, numel, (gradient,))
         elif numel:
             parts.any(values, (gradient,), repeat)
-    if not parts.partials:
+    if not parts.partials and not parts.sums:
         return torch.zeros(4, dtype=torch.float64, device="cpu")
     parts.take_roots()
-    total = parts.total(parts.partials)
+    total = parts.total(parts.partials, parts.sums)
     numel = layout.numel + sum(gradient.numel() for gradient in others)
     narrow = norm_type <= _FP32_POWERS and (layout.narrow or bool(others))
     floor = 0.0 if math.isinf(norm_type) else numel * (_FP32_FLOOR if narrow else FP64_FLOOR)
@@ -77,15 +86,20 @@ def measure_on_cpu(layout: Layout, gradients: Sequence[Tensor], others: Sequence
 def _again(parts: _Parts, gradients: Sequence[Tensor]) -> Tensor:
     """Measure in fp64 the parts whose sum is not finite."""
     pairs = list(zip(parts.partials, parts.sources, strict=True))
-    doubtful = {id(sources): sources for partial, sources in pairs if not partial.isfinite().all()}
+    sums = list(zip(parts.sums, parts.summed, strict=True))
+    doubtful: dict[int, Span | Sequence[Tensor]] = {}
+    doubtful.update((id(sources), sources) for partial, sources in pairs if not partial.isfinite().all())
+    doubtful.update((id(span), span) for total, span in sums if not math.isfinite(total))
     tensors = [
         tensor
         for sources in doubtful.values()
         for tensor in ([sources.target(gradients)] if isinstance(sources, Span) else sources)
     ]
     found = exact(tensors, parts.norm_type, torch.device("cpu"))
-    good = [partial for partial, sources in pairs if id(sources) not in doubtful]
-    kept = parts.total(good) if good else 0.0
+    kept = parts.total(
+        [partial for partial, sources in pairs if id(sources) not in doubtful],
+        [total for total, span in sums if id(span) not in doubtful],
+    )
     amount = max(kept, float(found.amount)) if math.isinf(parts.norm_type) else kept + float(found.amount)
     return torch.tensor(
         (amount, float(found.nan), float(found.inf), math.isinf(amount)), dtype=torch.float64, device="cpu"
@@ -99,6 +113,8 @@ class _Parts:
         self.norm_type = norm_type
         self.partials: list[Tensor] = []  # norms of rows for p = 2, maxima for inf, sums of rows otherwise
         self.sources: list[Span | Sequence[Tensor]] = []  # of each; the same object where several share it
+        self.sums: list[float] = []  # for p = 2, sums of the squares of
+        self.summed: list[Span] = []  # these ranges
         self._squares: list[Tensor] = []  # the partials that are not norms yet, but their squares
         self._scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
         self._trays: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _Tray] = {}
@@ -109,6 +125,16 @@ class _Parts:
         if buffer is None or buffer.numel() < numel:
             buffer = self._scratch[dtype, pack] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel]
+
+    def squares(self, spans: Sequence[Span], gradients: Sequence[Tensor]) -> None:
+        """Measure ranges where they lie, by address."""
+        for span in spans:
+            gradient = gradients[span.first]
+            if type(gradient) is Tensor and gradient.dtype in simd.DTYPES:
+                self.sums.append(simd.squares(gradient, span.numel))
+                self.summed.append(span)
+            else:
+                self.span(span.target(gradients), span.numel)
 
     def pack(self, pack: Pack, gradients: Sequence[Tensor]) -> None:
         """Measure small ranges, copied together."""
@@ -207,12 +233,14 @@ class _Parts:
             return partial
         return partial.to(torch.float64) * (repeat**0.5 if self.norm_type == 2.0 else repeat)
 
-    def total(self, partials: Sequence[Tensor]) -> float:
+    def total(self, partials: Sequence[Tensor], sums: Sequence[float]) -> float:
         """The sum of powers, or the maximum, over some partial results."""
+        if not partials:
+            return math.fsum(sums)
         together = partials[0] if len(partials) == 1 else torch.cat(list(partials))
         if self.norm_type == 2.0:
             norm = float(_norm(together, 2.0, dtype=torch.float64))
-            return norm * norm  # inf where ** would raise OverflowError
+            return norm * norm + math.fsum(sums)  # inf where ** would raise OverflowError
         if math.isinf(self.norm_type):
             return abs(float(together.amax()))  # never -0.0
         return float(together.sum(dtype=torch.float64))

@@ -19,20 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distclip.measure.values import HALF
+from distclip.measure import simd
+from distclip.measure.values import HALF, ROW
 
 SMALL = 1 << 17
 """Ranges below this number of bytes are packed. Above it, a call per tensor costs less than copying it (measured on
 CPU: equal at 64 to 128 KiB), and torch starts to use several threads."""
 
+MEDIUM = range(1 << 14, 1 << 18)
+"""Ranges of so many bytes are read by `distclip.measure.simd` where that works. Below, packing costs less; above, torch
+may use so many threads that it is faster (on two, equal at 1 MiB)."""
+
 PACK = 1 << 22
 """Bytes packed together: they stay in the second or third level cache."""
-
-ROW = 256
-"""Elements accumulated in fp32. On CPU a row is spread over 16 accumulators, so each adds 16 squares."""
-
-HALF_ROW = 1024
-"""As `ROW`, for half precision, which is spread over 32 accumulators."""
 
 SHORT = 1 << 16
 """Elements up to which another kernel scales a range faster: see `distclip.apply`."""
@@ -130,6 +129,8 @@ class Layout:
     """Long ranges in half precision that short rows divide evenly."""
     long: list[Span] = field(default_factory=list)
     """Long ranges that need more thought."""
+    medium: list[Span] = field(default_factory=list)
+    """Ranges neither small nor long, where `distclip.measure.simd` works."""
     packs: list[Pack] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     """All these ranges once more, as they are written."""
@@ -141,6 +142,10 @@ class Layout:
     """Whether any range is narrower than fp64."""
 
     def spans(self) -> list[Span]:
+        """All ranges that are not packed."""
+        return [*self.long_spans(), *self.medium]
+
+    def long_spans(self) -> list[Span]:
         """The long ranges."""
         return [*self.rows, *(matrix.span for matrix in (*self.matrices, *self.halves)), *self.long]
 
@@ -160,9 +165,13 @@ class Layout:
                 whole = [span.first for span in alike if span.tensors == 1]
                 self.groups.append(Group(dtype, short, picker(whole), [span for span in alike if span.tensors > 1]))
         self.narrow |= dtype is not torch.float64
+        medium = MEDIUM if self.device.type == "cpu" and dtype in simd.DTYPES and simd.works() else ()
         small: list[Span] = []
         for span in spans:
             self.numel += span.numel
+            if span.numel * dtype.itemsize in medium:
+                self.medium.append(span)
+                continue
             if span.numel * dtype.itemsize < SMALL:
                 small.append(span)
                 continue
@@ -187,24 +196,21 @@ def rows_of(numel: int, dtype: torch.dtype) -> tuple[int, int]:
 
     No rows at all for half precision numbers too few for its kernel.
     """
-    if dtype not in HALF:
-        row = row_length(numel)
-    elif numel < ROW:
+    if dtype in HALF and numel < ROW:
         return 0, ROW
-    else:
-        row = row_length(numel, HALF_ROW)
+    row = row_length(numel)
     return numel // row, row
 
 
 @lru_cache(maxsize=4096)
-def row_length(numel: int, longest: int = ROW) -> int:
-    """At most `longest`, and if possible a divisor, so that no rest needs a call of its own."""
-    if numel <= longest:
+def row_length(numel: int) -> int:
+    """At most `ROW`, and if possible a divisor, so that no rest needs a call of its own."""
+    if numel <= ROW:
         return numel
     if numel > PACK:
-        return longest  # one more call does not show
-    candidates = [*range(longest, longest // 4, -16), *range(longest - 1, longest // 4, -1)]
-    return next((row for row in candidates if numel % row == 0), longest)
+        return ROW  # one more call does not show
+    candidates = [*range(ROW, ROW // 4, -16), *range(ROW - 1, ROW // 4, -1)]
+    return next((row for row in candidates if numel % row == 0), ROW)
 
 
 def _pack(spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> list[Pack]:

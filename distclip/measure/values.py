@@ -18,9 +18,11 @@ from torch import Tensor
 
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
-
 HALF = frozenset((torch.bfloat16, torch.float16))
 REAL = HALF | {torch.float32, torch.float64}
+
+ROW = 256
+"""Elements accumulated in fp32. On CPU they are spread over 8 accumulators or more, so each adds at most 32 squares."""
 
 
 def readable(gradient: Tensor) -> tuple[Tensor, int]:

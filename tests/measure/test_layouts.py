@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from distclip.measure import Bundle, RangeCache, measure
+from distclip.measure import Bundle, RangeCache, measure, simd
 from distclip.measure.layouts import layouts
-from distclip.measure.ranges import PACK, SMALL, Span
+from distclip.measure.ranges import MEDIUM, PACK, SMALL, Span
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def spans(gradients: list[Tensor]) -> list[Span]:
@@ -52,12 +54,14 @@ def test_what_only_looks_adjacent_is_not_merged() -> None:
 
 
 def test_small_ranges_of_one_dtype_are_packed_up_to_a_limit_and_long_ones_left_alone() -> None:
-    small = [torch.ones(SMALL // 4 - 1) for _ in range(80)]
-    (layout,) = layouts([*small, torch.ones(SMALL // 4), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 2).t()])
-    assert [span.first for span in layout.spans()] == [80]
-    assert layout.others == [82]
+    limit = MEDIUM.start if simd.works() else SMALL
+    count = 2 * PACK // limit + 3
+    small = [torch.ones(limit // 4 - 1) for _ in range(count)]
+    (layout,) = layouts([*small, torch.ones(limit // 4), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 2).t()])
+    assert [span.first for span in layout.spans()] == [count]
+    assert layout.others == [count + 2]
     assert [sum(span.numel for span in pack.spans) == pack.numel <= PACK // 4 for pack in layout.packs] == [True] * 4
-    assert sorted(span.first for pack in layout.packs for span in pack.spans) == [*range(80), 81]
+    assert sorted(span.first for pack in layout.packs for span in pack.spans) == [*range(count), count + 1]
 
 
 @given(data=st.data())

@@ -1,0 +1,98 @@
+"""NumKong's kernels against fp64: sizes, offsets, nasty numbers; and what happens where it is missing or wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distclip.measure import measure, simd
+
+DTYPES = tuple(simd.DTYPES)
+BIG = (1 << 22) + 7
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], bool]]:
+    """Whether `works` accepts a module in NumKong's place."""
+
+    def ask(module: Any) -> bool:
+        monkeypatch.setattr(simd, "_numkong", module)
+        simd.works.cache_clear()
+        return simd.works()
+
+    yield ask
+    monkeypatch.undo()
+    simd.works.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 3, 255, 256, 257, 1000, 33_024, 70_001, BIG])
+@pytest.mark.parametrize("offset", [0, 1, 5])
+def test_squares_are_those_of_fp64_wherever_the_numbers_begin(dtype: torch.dtype, numel: int, offset: int) -> None:
+    buffer = torch.randn(offset + numel + 3, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    buffer[:offset] = buffer[offset + numel :] = math.nan  # a number too many would show
+    values = buffer[offset : offset + numel]
+    assert simd.squares(values, numel) == pytest.approx(values.double().square().sum().item(), rel=5e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 300, 33_024, BIG])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_shows_wherever_it_is(dtype: torch.dtype, numel: int, value: float) -> None:
+    values = torch.ones(numel, dtype=dtype)
+    for position in {0, 1, numel // 2, numel - 2, numel - 1} & set(range(numel)):
+        values[position] = value
+        found = simd.squares(values, numel)
+        assert math.isnan(found) if math.isnan(value) else found == math.inf
+        values[position] = 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38, 1e-30, 1e-40])
+def test_what_is_odd_is_measured_again(dtype: torch.dtype, value: float) -> None:
+    gradients = [torch.ones(40_000, dtype=dtype), torch.full((20_000,), 0.5, dtype=dtype)]
+    gradients[1][1234] = min(value, torch.finfo(dtype).max) if math.isfinite(value) else value
+    finite = torch.cat([gradient[gradient.isfinite()].double() for gradient in gradients])
+    amount, nan, inf, flag = measure(gradients, 2.0).tolist()
+    assert amount == pytest.approx(finite.square().sum().item(), rel=2e-6)
+    assert (nan, inf, flag) == (math.isnan(value), math.isinf(value), 0)
+
+
+def test_a_tensor_of_another_class_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the memory of a subclass need not be what it shows: a collective may be under way
+    monkeypatch.setattr(simd, "squares", lambda *_: pytest.fail("read by address"))
+    gradient = torch.ones(40_000).as_subclass(type("Lazy", (torch.Tensor,), {}))
+    assert measure([gradient], 2.0).tolist() == pytest.approx([40_000, 0, 0, 0])
+
+
+def test_without_numkong_or_with_another_one_torch_measures(probe: Callable[[Any], bool]) -> None:
+    real = simd._numkong
+    assert probe(real)
+    assert not probe(None)
+    assert not probe(SimpleNamespace())  # other names
+    assert measure([torch.ones(40_000)], 2.0).tolist() == pytest.approx([40_000, 0, 0, 0])
+
+    def replaced(**names: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{"from_pointer": real.from_pointer, "dot": real.dot, "moments": real.moments} | names)
+
+    assert probe(replaced())
+    assert not probe(replaced(moments=lambda view: (0.0, 1.0)))
+    assert not probe(replaced(dot=lambda left, right: SimpleNamespace(sum=lambda: 1.0)))
+    assert not probe(replaced(moments=lambda view: (0.0, min(real.moments(view)[1], 1e300))))  # hides infinity
+
+    def in_plain_fp32(left: Any, right: Any) -> Any:
+        rows = torch.frombuffer(bytearray(left.astype("f32")), dtype=torch.float32).view(left.shape)
+        total = torch.zeros(len(rows))
+        for column in rows.unbind(1):
+            total += column * column
+        return SimpleNamespace(sum=total.double().sum().item)
+
+    halves = torch.full((2, 256), 0.5, dtype=torch.bfloat16)
+    matrix = real.from_pointer(halves.data_ptr(), (2, 256), "bf16")
+    assert in_plain_fp32(matrix, matrix).sum() == 128.0  # right where nothing is lost
+    assert not probe(replaced(dot=in_plain_fp32))
