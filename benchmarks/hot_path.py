@@ -36,6 +36,8 @@ from hot_path_cases import DISTCLIP, READ, Case, collectives, first_calls, run
 from rich.console import Console
 from rich.table import Table
 
+from distclip.measure import simd
+
 SETS = ("GPT-2", "10 x 10M", "3000 x 33k", "3000 x 64")
 PRECISIONS = ("fp32", "bf16")
 Row = dict[str, Any]
@@ -170,7 +172,12 @@ def main() -> int:
     print(file=sys.stderr)
     console.print(table)
     console.print(
-        f"\nFirst call of {first['first_call_of']} DTensors: {first['first_call_ms']:.0f} ms, "
+        f"\n{'With' if simd.works() else 'Without'} NumKong's kernels (pip install 'distclip[cpu]').",
+        markup=False,
+        highlight=False,
+    )
+    console.print(
+        f"First call of {first['first_call_of']} DTensors: {first['first_call_ms']:.0f} ms, "
         f"{first['first_call_speed_up']:.1f} x faster than torch's.\n"
     )
     aims = verdict(rows, first)
@@ -179,7 +186,12 @@ def main() -> int:
     if options.quick:
         console.print("(--quick: too little data for these to mean much)")
     if options.json is not None:
-        versions = {"torch": torch.__version__, "cpus": os.cpu_count(), "quick": options.quick}
+        versions = {
+            "torch": torch.__version__,
+            "numkong": simd.works(),
+            "cpus": os.cpu_count(),
+            "quick": options.quick,
+        }
         report = versions | {"rows": rows, "first_call": first, "aims": [[*aim] for aim in aims]}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(options.check and not all(met for *_, met in aims))
