@@ -16,7 +16,7 @@ COPY --from=build /wheels /tmp/wheels
 # PIP_EXTRA_INDEX_URL: an index with CPU builds of torch keeps several GB of CUDA libraries out of the image.
 ARG PIP_EXTRA_INDEX_URL
 RUN set -- /tmp/wheels/*.whl \
-    && python -m pip install --no-cache-dir --constraint /tmp/constraints.txt "$1[report]" \
+    && python -m pip install --no-cache-dir --constraint /tmp/constraints.txt "$1[cpu,report]" \
     && rm -rf /tmp/wheels /tmp/constraints.txt \
     && useradd --create-home --uid 10001 distclip
 COPY tools/healthcheck.py /usr/local/lib/distclip/healthcheck.py
