@@ -16,24 +16,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_NAMESPACE = "c10d::"
+_NATIVE, _FUNCTIONAL = "c10d", "_c10d_functional"
+
+_ISSUED = {
+    "all_reduce": "allreduce",
+    "all_reduce_coalesced": "allreduce_coalesced",
+    "all_gather_into_tensor": "allgather_into_tensor_coalesced",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "broadcast": "broadcast",
+}
+"""What functional collectives (torch/csrc/distributed/c10d/Functional.cpp), such as DTensor's, issue."""
 
 
 @contextmanager
 def count() -> Iterator[Counter[str]]:
     """Count what this thread, and a backward pass started in it on CPU, issues inside the `with` block.
 
-    The counter is filled when the block ends. Its keys are torch's operator names without underscores at their ends:
-    `allreduce`, `allreduce_coalesced`, `allgather`, `allgather_base`, `reduce_scatter_base`, `broadcast`, `barrier`,
-    `alltoall`, `send`, `recv` and so on; a key that is missing counts as 0. Collectives that another thread issues are
-    not seen. Can't be nested: it uses torch's profiler.
+    The keys are torch's operator names without underscores at their ends: `allreduce`, `allreduce_coalesced`,
+    `allgather`, `allgather_base`, `reduce_scatter_base`, `broadcast`, `barrier`, `alltoall`, `send`, `recv` and so on;
+    a key that is missing counts as 0. Collectives that another thread issues are not seen.
     """
     issued: Counter[str] = Counter()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with _Watch(issued):
         yield issued
-    for event in recorded.events() or ():
-        if event.name.startswith(_NAMESPACE):
-            issued[event.name.removeprefix(_NAMESPACE).strip("_")] += 1
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator on its way to its kernel; a profiler would lose some where the machine is busy."""
+
+    def __init__(self, issued: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._issued = issued
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its local tensors comes by here
+        name = func._schema.name.partition("::")[2].strip("_")
+        if func.namespace == _NATIVE:
+            self._issued[name] += 1
+        elif func.namespace == _FUNCTIONAL and name in _ISSUED:
+            self._issued[_ISSUED[name]] += 1
+        return func(*args, **(kwargs or {}))
