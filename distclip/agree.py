@@ -24,7 +24,7 @@ from distclip.measure import max_abs, measure, measure_on_device, scaled_power_s
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
 
-HEADER = 12
+HEADER = 13
 (
     REPLAN,
     PROBLEM,
@@ -38,6 +38,7 @@ HEADER = 12
     GRADIENTS,
     LATE,
     COARSE,
+    UNVERIFIED,
 ) = range(HEADER)
 
 ROW = 7
@@ -90,6 +91,7 @@ def exchange(
     header[PROBLEM] = float(problem)
     header[LATE] = float(late)
     header[COARSE] = float(plan is not None and plan.coarse and not elementwise)
+    header[UNVERIFIED] = float(plan is not None and not plan.verified)
     header[CONFIG] = float(config)
     header[CONFIG_SQUARED] = float(config) ** 2
     usable = gradients if gradients is not None and not gradients.stale and not problem else None

@@ -51,9 +51,9 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[object, tuple[int, Plan, Picker]] = OrderedDict()
-        """Key -> (number, plan, what takes its parameters out of the source's tensors). Plans are made by all ranks
-        together, so numbers mean the same on all of them."""
+        self.plans: OrderedDict[object, tuple[int, Plan, Picker, tuple[int, ...]]] = OrderedDict()
+        """Key -> (number, plan, what takes its parameters out of the source's tensors, elements of these tensors).
+        Plans are made by all ranks together, so numbers mean the same on all of them."""
         self.made = 0
         self.reduces = False
         """Whether any plan so far had gradients that are reduced over mesh axes before they are measured."""
@@ -65,7 +65,7 @@ class _Calls:
         place = {id(tensor): index for index, tensor in enumerate(tensors)}
         self.made += 1
         places = [place[id(parameter)] for parameter in plan.parameters]
-        self.plans[key] = self.made, plan, picker(places)
+        self.plans[key] = self.made, plan, picker(places), tuple(map(Tensor.numel, tensors))
         self.reduces = self.reduces or plan.other_placements
         while len(self.plans) > _KEPT_PLANS:
             self.plans.popitem(last=False)
@@ -75,15 +75,19 @@ class _Calls:
         found = self.plans.pop(key, None)
         if found is None:
             return 0, None
+        number, plan, pick, numels = found
+        # identities are used again: these may be of parameters that are no more
+        if not plan.is_alive or numels != tuple(map(Tensor.numel, tensors)):
+            return 0, None
         self.plans[key] = found  # as the newest
-        number, plan, pick = found
         plan.parameters = pick(tensors)
         return number, plan
 
-    def release(self) -> None:
-        """Let go of parameters and gradients after a call."""
-        for _, plan, _ in self.plans.values():
-            plan.parameters = ()
+    def release(self, key: object) -> None:
+        """Let go of a plan's parameters after a call. Other threads may be using other plans."""
+        found = self.plans.get(key)
+        if found is not None:
+            found[1].parameters = ()
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
@@ -266,7 +270,7 @@ def _call(
         )
         return _finish(calls, found, limit, p, error_if_nonfinite, started)
     finally:
-        calls.release()
+        calls.release(key)
 
 
 def _finish(

@@ -42,6 +42,7 @@ from distclip.agree import (
     SCALE_SQUARED,
     SHARED,
     UNREPRESENTABLE,
+    UNVERIFIED,
     Packet,
     exchange,
     norms_of,
@@ -174,7 +175,7 @@ def survey(
             if header[COARSE] and _any_bad(rows):
                 # agreed by all: the norm of what is finite, and counts of elements, need a second look on devices
                 packet = send(elementwise=True)
-            return _conclude(plan, gradients, packet, statement, norm_type, facts)
+            return _conclude(plan, gradients, packet, statement, norm_type, facts, verify=header[UNVERIFIED] > 0)
         plan = make_plan(None)
     raise AgreementError(
         "the parameters changed again while the ranks were planning: do not wrap, add or freeze parameters, or replace "
@@ -249,6 +250,7 @@ def _conclude(
     facts: Facts | None,
     *,
     unread: bool = False,
+    verify: bool = False,
 ) -> Survey:
     rows = packet.rows
     nan = torch.where(rows[:, NAN] > 0, rows[:, NAN], rows[:, REPLICA_NAN])
@@ -257,7 +259,7 @@ def _conclude(
         norms = power_root(rows[:, OWNED], norm_type)
     else:
         norms = norms_of(packet, plan, gradients, norm_type)
-        if not plan.verified and not bool((nan + inf).any()) and bool(norms.any()):
+        if verify and not bool((nan + inf).any()) and bool(norms.any()):
             # once per plan, and on all ranks in the same step: everything this depends on came out of the packet
             if has_replicas(plan):
                 verify_replicas(plan, gradients)

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import threading
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import distclip
+from distclip import functional, get_total_norm
 
 
 def _parameter(gradient: Tensor) -> nn.Parameter:
@@ -375,3 +377,34 @@ def test_calls_keep_no_model_alive() -> None:
     del layer
     gc.collect()
     assert gone() is None
+
+
+def test_a_plan_is_not_used_for_other_parameters_that_have_its_identities() -> None:
+    # As when a model is deleted and the next one gets the same addresses: here one parameter becomes another.
+    parameter = nn.Parameter(torch.zeros(4))
+    for made, numel in enumerate((4, 4, 9, 9, 4)):
+        before = functional._single.made
+        parameter.data, parameter.grad = torch.zeros(numel), None
+        parameter.grad = torch.ones(numel)
+        assert get_total_norm([parameter]).item() == math.sqrt(numel)
+        assert functional._single.made - before == (made in (0, 2, 4))
+
+
+def test_a_call_leaves_the_plans_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (nn.Linear(count, 1, bias=False) for count in (3, 4))
+    for layer in (one, other):
+        layer.weight.grad = torch.ones_like(layer.weight)
+    survey, busy = functional.survey, threading.Event()
+
+    def meanwhile(*arguments: Any, **named: Any) -> Any:
+        if not busy.is_set():
+            busy.set()
+            thread = threading.Thread(target=get_total_norm, args=(other,))
+            thread.start()
+            thread.join()
+        return survey(*arguments, **named)
+
+    wanted = get_total_norm(one), get_total_norm(other)
+    monkeypatch.setattr(functional, "survey", meanwhile)
+    assert get_total_norm(one) == wanted[0]
+    assert busy.is_set()

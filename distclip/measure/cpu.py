@@ -130,8 +130,9 @@ class _Parts:
         """Measure ranges where they lie, by address."""
         for span in spans:
             gradient = gradients[span.first]
-            if type(gradient) is Tensor and gradient.dtype in simd.DTYPES:
-                self.sums.append(simd.squares(gradient, span.numel))
+            address = gradient.data_ptr()
+            if address and type(gradient) is Tensor and gradient.dtype in simd.DTYPES:
+                self.sums.append(simd.squares(address, gradient.dtype, span.numel))
                 self.summed.append(span)
             else:
                 self.span(span.target(gradients), span.numel)

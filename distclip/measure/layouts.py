@@ -33,6 +33,8 @@ class _Key(NamedTuple):
     contiguous: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[int, ...]
+    negated: tuple[bool, ...]
+    """Whether each is lazily negated."""
 
 
 class RangeCache:
@@ -72,6 +74,7 @@ def _key(gradients: Sequence[Tensor]) -> _Key:
         tuple(map(Tensor.is_contiguous, gradients)),
         tuple(map(_dtype, gradients)),
         tuple(map(Tensor.get_device, gradients)),
+        tuple(map(Tensor.is_neg, gradients)),
     )
 
 
@@ -105,7 +108,7 @@ def _room(gradient: Tensor) -> int:
 def _find(gradients: Sequence[Tensor], key: _Key) -> tuple[list[Layout], _Seams | None]:
     numels, dtypes = key.numels, key.dtypes
     devices = list(map(_device, gradients))
-    negated = any(map(Tensor.is_neg, gradients))
+    negated = key.negated
     found = {device: Layout(device) for device in dict.fromkeys(devices)}
     flat: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     if (
@@ -113,14 +116,14 @@ def _find(gradients: Sequence[Tensor], key: _Key) -> tuple[list[Layout], _Seams 
         and dtypes[0] in REAL
         and all(numels)
         and all(key.contiguous)
-        and not negated
+        and not any(negated)
     ):
         flat[devices[0], dtypes[0]] = list(range(len(gradients)))
     else:
         for index, (device, dtype, plain) in enumerate(zip(devices, dtypes, key.contiguous, strict=True)):
             if not numels[index]:
                 continue
-            if plain and dtype in REAL and not (negated and gradients[index].is_neg()):
+            if plain and dtype in REAL and not negated[index]:
                 flat.setdefault((device, dtype), []).append(index)
             else:
                 found[device].others.append(index)

@@ -6,7 +6,8 @@ distclip[cpu]`) has kernels for both, picked for the CPU at hand, and a call tak
 calling thread only. So it is for what torch, too, would read with one thread: ranges that are not long, and all ranges
 where torch has one thread, as `torchrun` gives to each worker if OMP_NUM_THREADS does not say otherwise.
 
-It reads memory by address: callers hold the gradients, on the CPU and contiguous, until `squares` returns.
+It reads memory by address: callers hold the gradients, on the CPU and contiguous, until `squares` returns. A tensor may
+have numbers but no memory (what the derivative of `abs` has for one, all zeros): those are not for it.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ DTYPES = frozenset(_NAMES)
 """What `squares` takes."""
 
 
-def squares(gradient: Tensor, numel: int) -> float:
-    """Sum of the squares of the `numel` contiguous numbers that begin with the gradient's first, on the CPU.
+def squares(address: int, dtype: torch.dtype, numel: int) -> float:
+    """Sum of the squares of the `numel` contiguous numbers that begin at an address on the CPU, which is not 0.
 
     nan if one of them is nan, else inf if one is infinite, or if squares of half precision are beyond fp32.
 
     Example:
-        >>> squares(torch.tensor([3.0, 4.0]), 2) if works() else 25.0
+        >>> values = torch.tensor([3.0, 4.0])
+        >>> squares(values.data_ptr(), values.dtype, 2) if works() else 25.0
         25.0
     """
-    address, name = gradient.data_ptr(), _NAMES[gradient.dtype]
+    name = _NAMES[dtype]
     if name == "f32":
         if numel <= _PIECE:
             return _flat(address, numel, name)
@@ -80,7 +82,7 @@ def _is_exact(dtype: torch.dtype) -> bool:
     values = torch.ones((64, ROW), dtype=dtype, device="cpu")
     values[:, 0] = 2.0**12
     exact = 64 * (2.0**24 + (ROW - 1))
-    return abs(math.sqrt(squares(values, values.numel()) / exact) - 1.0) < 1e-6
+    return abs(math.sqrt(_squares_of(values) / exact) - 1.0) < 1e-6
 
 
 def _shows_nonfinite(dtype: torch.dtype) -> bool:
@@ -88,7 +90,11 @@ def _shows_nonfinite(dtype: torch.dtype) -> bool:
     for position in (0, ROW - 1, 2 * ROW + 5):
         values = torch.ones(2 * ROW + 6, dtype=dtype, device="cpu")
         values[position] = math.nan
-        found.append(math.isnan(squares(values, len(values))))
+        found.append(math.isnan(_squares_of(values)))
         values[position] = -math.inf
-        found.append(squares(values, len(values)) == math.inf)
+        found.append(_squares_of(values) == math.inf)
     return all(found)
+
+
+def _squares_of(values: Tensor) -> float:
+    return squares(values.data_ptr(), values.dtype, values.numel())

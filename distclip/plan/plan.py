@@ -109,6 +109,11 @@ class Plan:
     elements: int = field(init=False)
     """Elements that this rank owns."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the wrappers that the plan asks something in every step still exist."""
+        return not any(wrapper() is None for wrapper in self.ddp) and not any(unit() is None for unit in self.fsdp2)
+
     def __post_init__(self) -> None:
         owned = [entry for entry in self.entries if entry.owned_by(self.rank)]
         self.distributed = any(entry.placements is not None for entry in self.entries)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import distclip
+from distclip import functional
 from distclip.testing.collectives import count
 from tests.distributed.failures import fails_alike
 
@@ -256,6 +258,26 @@ def _other_cache() -> list[float]:
 
 def test_a_cache_hit_beside_a_miss_does_not_hang(ranks: Any) -> None:
     assert ranks(_other_cache, 2) == [[5.0] * 3] * 2
+
+
+def _verified_here_only() -> list[float]:
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    norms = []
+    for step in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+        norms.append(distclip.clip_grad_norm_(model, 1e9).item())
+        (plan,) = [kept[1] for kept in functional._calls[dist.group.WORLD].plans.values()]
+        assert plan.verified
+        # as where one rank found another plan for the same source: it must not make the comparison alone
+        plan.verified = step != dist.get_rank()
+        model.zero_grad()
+    return norms
+
+
+def test_replicas_are_compared_by_all_ranks_or_none(ranks: Any) -> None:
+    (norms, others) = ranks(_verified_here_only, 2)
+    assert norms == others
+    assert len(set(norms)) == 1
 
 
 def _steady_collectives() -> list[dict[str, int]]:

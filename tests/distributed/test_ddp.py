@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -326,3 +327,25 @@ def test_join_with_uneven_inputs_ends_on_all_ranks(
     assert {type(error) for error in clipping} == {distclip.LayoutError}
     assert len({str(error) for error in clipping}) == 1
     assert "throw_on_early_termination=True" in str(clipping[0])
+
+
+# --- models that come and go ---------------------------------------------------------------------------------------
+
+
+def _one_after_the_other() -> list[str]:
+    told = []
+    for number in range(8):
+        model = DistributedDataParallel(nn.Linear(64, 2, bias=False))
+        with model.no_sync() if number % 2 else nullcontext():
+            model(torch.full((2, 64), 1.0 + dist.get_rank())).sum().backward()
+        try:
+            told.append(f"{distclip.clip_grad_norm_(model, 1e9).item():.3f}")
+        except distclip.LayoutError:
+            told.append("refused")
+        del model
+        gc.collect()  # so that the next one gets the same addresses
+    return told
+
+
+def test_the_plan_of_a_model_that_is_gone_serves_no_other(ranks: Any) -> None:
+    assert ranks(_one_after_the_other, 2) == [["33.941", "refused"] * 4] * 2

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from distclip.apply import scale_
 from distclip.measure import Bundle, RangeCache, measure, simd
 from distclip.measure.layouts import layouts
 from distclip.measure.ranges import MEDIUM, PACK, SMALL, Span
@@ -117,6 +118,17 @@ def test_the_cache_notices_where_views_touch_no_more(cut: tuple[slice, slice]) -
     cache.layouts([buffer[:10], buffer[10:20]])
     gradients = [buffer[part] for part in cut]
     assert measure(Bundle(gradients, cache), 1.0)[0] == sum(gradient.sum() for gradient in gradients)
+
+
+@pytest.mark.parametrize("numel", [100, 40_000])
+def test_the_cache_notices_a_lazy_negation(numel: int) -> None:
+    cache = RangeCache()
+    for gradient in (torch.ones(numel), torch._neg_view(torch.full((numel,), 2.0)), torch.full((numel,), 3.0)):
+        value = abs(gradient[0].item())
+        bundle = Bundle([gradient], cache)
+        assert measure(bundle, 1.0)[0] == numel * value
+        scale_(bundle, 0.5)
+        assert gradient.abs().sum() == numel * value / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

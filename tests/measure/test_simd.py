@@ -37,7 +37,9 @@ def test_squares_are_those_of_fp64_wherever_the_numbers_begin(dtype: torch.dtype
     buffer = torch.randn(offset + numel + 3, generator=torch.Generator().manual_seed(numel)).to(dtype)
     buffer[:offset] = buffer[offset + numel :] = math.nan  # a number too many would show
     values = buffer[offset : offset + numel]
-    assert simd.squares(values, numel) == pytest.approx(values.double().square().sum().item(), rel=5e-7)
+    assert simd.squares(values.data_ptr(), values.dtype, numel) == pytest.approx(
+        values.double().square().sum().item(), rel=5e-7
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,7 +49,7 @@ def test_a_number_that_is_not_finite_shows_wherever_it_is(dtype: torch.dtype, nu
     values = torch.ones(numel, dtype=dtype)
     for position in {0, 1, numel // 2, numel - 2, numel - 1} & set(range(numel)):
         values[position] = value
-        found = simd.squares(values, numel)
+        found = simd.squares(values.data_ptr(), values.dtype, numel)
         assert math.isnan(found) if math.isnan(value) else found == math.inf
         values[position] = 1.0
 
@@ -68,6 +70,18 @@ def test_a_tensor_of_another_class_is_left_to_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(simd, "squares", lambda *_: pytest.fail("read by address"))
     gradient = torch.ones(40_000).as_subclass(type("Lazy", (torch.Tensor,), {}))
     assert measure([gradient], 2.0).tolist() == pytest.approx([40_000, 0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [3, 5_000, 40_001, 300_001])
+def test_zeros_without_memory_are_zeros(dtype: torch.dtype, numel: int) -> None:
+    # what the derivative of a sign leaves in .grad: a penalty on the L1 norm of gradients comes to that
+    parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+    torch.sgn(parameter).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() == 0
+    assert measure([parameter.grad], 2.0).tolist() == [0, 0, 0, 0]
+    assert measure([parameter.grad, torch.full((numel,), 0.5, dtype=dtype)], 2.0)[0].item() == pytest.approx(numel / 4)
 
 
 def test_without_numkong_or_with_another_one_torch_measures(probe: Callable[[Any], bool]) -> None:
