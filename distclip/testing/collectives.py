@@ -31,9 +31,14 @@ _ISSUED = {
     "reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
-    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
 }
-"""What functional collectives (torch/csrc/distributed/c10d/Functional.cpp), such as DTensor's, issue."""
+"""What functional collectives (torch/csrc/distributed/c10d/Functional.cpp), such as DTensor's, issue. One that is not
+here counts under its own name, rather than not at all."""
+
+_LOCAL = frozenset(("wait_tensor", "wrap_tensor_autograd"))
+"""Functional operators that issue nothing."""
 
 
 @contextmanager
@@ -62,6 +67,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2].strip("_")
         if func.namespace == _NATIVE:
             self._issued[name] += 1
-        elif func.namespace == _FUNCTIONAL and name in _ISSUED:
-            self._issued[_ISSUED[name]] += 1
+        elif func.namespace == _FUNCTIONAL and name not in _LOCAL:
+            self._issued[_ISSUED.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
