@@ -78,9 +78,9 @@ def run(case: Case, shrink: int, rounds: int) -> dict[str, list[float]]:
     undo = bench.scale * (1 / 0.9 if case.clips else 1.0)
     calls: dict[str, Callable[[], Any]] = {READ: lambda: flat.sum(), **bench.calls(limit)}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = [*calls.items()]
     for turn in range(rounds + 2):
-        first = turn % len(calls)
-        for name, call in (*[*calls.items()][first:], *[*calls.items()][:first]):
+        for name, call in order:
             if dist.is_initialized():
                 dist.barrier()
             started = time.perf_counter()
@@ -93,6 +93,7 @@ def run(case: Case, shrink: int, rounds: int) -> dict[str, list[float]]:
                     torch._foreach_mul_(bench.gradients, undo)
             if turn >= 2:  # the first rounds plan, touch memory and fill caches
                 seconds[name].append(elapsed)
+        order.append(order.pop(0))
     return slowest(seconds)
 
 

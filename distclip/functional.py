@@ -13,7 +13,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,18 @@ _KEPT_PLANS = 16
 """Plans kept per process group; an older one is made again when it is needed."""
 
 
+class _Kept(NamedTuple):
+    """A plan that is kept for later calls with the same source."""
+
+    number: int
+    """Plans are made by all ranks together, so it means the same on all of them."""
+    plan: Plan
+    pick: Picker
+    """Takes the plan's parameters out of the source's tensors."""
+    numels: tuple[int, ...]
+    """Elements of the source's tensors."""
+
+
 class _Calls:
     """What is remembered between function calls over one process group.
 
@@ -51,9 +63,7 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[object, tuple[int, Plan, Picker, tuple[int, ...]]] = OrderedDict()
-        """Key -> (number, plan, what takes its parameters out of the source's tensors, elements of these tensors).
-        Plans are made by all ranks together, so numbers mean the same on all of them."""
+        self.plans: OrderedDict[object, _Kept] = OrderedDict()
         self.made = 0
         self.reduces = False
         """Whether any plan so far had gradients that are reduced over mesh axes before they are measured."""
@@ -65,7 +75,7 @@ class _Calls:
         place = {id(tensor): index for index, tensor in enumerate(tensors)}
         self.made += 1
         places = [place[id(parameter)] for parameter in plan.parameters]
-        self.plans[key] = self.made, plan, picker(places), tuple(map(Tensor.numel, tensors))
+        self.plans[key] = _Kept(self.made, plan, picker(places), tuple(map(Tensor.numel, tensors)))
         self.reduces = self.reduces or plan.other_placements
         while len(self.plans) > _KEPT_PLANS:
             self.plans.popitem(last=False)
@@ -75,19 +85,18 @@ class _Calls:
         found = self.plans.pop(key, None)
         if found is None:
             return 0, None
-        number, plan, pick, numels = found
         # identities are used again: these may be of parameters that are no more
-        if not plan.is_alive or numels != tuple(map(Tensor.numel, tensors)):
+        if not found.plan.is_alive or found.numels != tuple(map(Tensor.numel, tensors)):
             return 0, None
         self.plans[key] = found  # as the newest
-        plan.parameters = pick(tensors)
-        return number, plan
+        found.plan.parameters = found.pick(tensors)
+        return found.number, found.plan
 
     def release(self, key: object) -> None:
         """Let go of a plan's parameters after a call. Other threads may be using other plans."""
         found = self.plans.get(key)
         if found is not None:
-            found[1].parameters = ()
+            found.plan.parameters = ()
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from torch import Tensor
 from distclip.measure import simd
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
 from distclip.measure.halves import half_kernel_works, half_squares
-from distclip.measure.ranges import LONGEST, Layout, Pack, Span, row_length, rows_of
+from distclip.measure.ranges import LONGEST, Layout, Pack, Span, rows_of
 from distclip.measure.values import HALF, REAL, blocks, readable
 
 _BLOCK = 1 << 19
@@ -282,8 +282,5 @@ def _cut(values: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def _rows(values: Tensor) -> list[Tensor]:
     """One-dimensional contiguous numbers as a matrix of short rows, and the rest, if any, as one more row."""
-    numel = values.numel()
-    row = row_length(numel)
-    rows = numel // row
-    matrix = values.as_strided((rows, row), (row, 1))
-    return [matrix] if rows * row == numel else [matrix, values[rows * row :].view(1, -1)]
+    matrix, rest = _cut(values)
+    return [rows for rows in (matrix, None if rest is None else rest.view(1, -1)) if rows is not None]

@@ -50,13 +50,10 @@ class Gradients:
         """The gradients of a bucket as they are measured."""
         found = self._bundles.get(id(bucket))
         if found is None:
-            if self.summed:
-                # made anew in every step, so there is nothing to remember of them
-                found = Bundle(self.measurable(bucket.entries))
-            elif self.missing:
-                found = Bundle(self.measurable(bucket.entries), bucket.cache)
-            else:
-                found = Bundle(bucket.pick(cast(list[Tensor], self.local)), bucket.cache)
+            all_local = not self.summed and not self.missing
+            measurable = bucket.pick(cast(list[Tensor], self.local)) if all_local else self.measurable(bucket.entries)
+            # sums are made anew in every step, so there is nothing to remember of them
+            found = Bundle(measurable, None if self.summed else bucket.cache)
             self._bundles[id(bucket)] = found
         return found
 
