@@ -260,8 +260,9 @@ def _call(
     if calls.reduces:
         # Reductions over mesh axes come before the packet, so all ranks must first know that they use the same plan.
         plan = plan if all_equal(number, group) else None
-    elif not calls.plans:
-        # The first plan of this group on any rank, since plans are made by all together: name who is missing.
+    elif not calls.made:
+        # The first plan of this group on any rank, since plans are made by all together: name who is missing. What is
+        # kept of them is no guide: identities are used again on one rank and not on another.
         wait_for_all(group, "distclip's first call")
     try:
         found = survey(

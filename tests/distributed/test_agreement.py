@@ -280,6 +280,23 @@ def test_replicas_are_compared_by_all_ranks_or_none(ranks: Any) -> None:
     assert len(set(norms)) == 1
 
 
+def _forgotten_on_one_rank() -> list[float]:
+    parameters = [_parameter(torch.tensor([3.0, 4.0])) for _ in range(3)]
+    norms = [distclip.get_total_norm([parameters[0]]).item()]
+    if dist.get_rank() == 1:
+        # as where a new parameter got the identity of the only one so far, which is no more
+        functional._calls[dist.group.WORLD].plans.clear()
+    norms.append(distclip.get_total_norm([parameters[1]]).item())
+    if dist.get_rank() == 1:
+        functional._calls[dist.group.WORLD].plans.clear()
+    norms.append(distclip.get_total_norm([parameters[1]]).item())  # known to rank 0 only
+    return norms
+
+
+def test_a_rank_that_has_forgotten_its_plans_meets_the_others(ranks: Any) -> None:
+    assert ranks(_forgotten_on_one_rank, 2) == [[5.0] * 3] * 2
+
+
 def _steady_collectives() -> list[dict[str, int]]:
     parameter = _parameter(torch.tensor([3.0, 4.0]))
     clipper = distclip.GradientClipper([parameter], max_norm=0.5)
