@@ -36,7 +36,7 @@ from hot_path_cases import DISTCLIP, READ, Case, collectives, first_calls, run
 from rich.console import Console
 from rich.table import Table
 
-from distclip.measure import simd
+from distclip import simd
 
 SETS = ("GPT-2", "10 x 10M", "3000 x 33k", "3000 x 64")
 PRECISIONS = ("fp32", "bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from distclip.apply import _scale_on_device, scale_, zero_nonfinite_
 from distclip.measure import Bundle, RangeCache
+from distclip.measure.ranges import LONG, SHORT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
@@ -42,13 +44,37 @@ def test_the_factor_is_never_rounded_to_the_gradients_dtype(
         assert torch.equal(gradient, product)
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What scales a gradient depends on how many threads torch has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads", "kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", [1, 100, 70_001, 600_000])
+@pytest.mark.parametrize("numel", [1, 100, SHORT, SHORT + 1, LONG, LONG + 1, 600_000])
 def test_half_precision_is_exact_at_every_size(dtype: torch.dtype, numel: int) -> None:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     wanted = rounded_once(gradient, 0.7391234)
     scale_([gradient], 0.7391234)
     assert torch.equal(gradient, wanted)
+    assert gradient._version == 1  # a double backward must notice
+
+
+@pytest.mark.usefixtures("threads", "kernels")
+def test_flushed_subnormal_numbers_are_flushed_by_every_kernel() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        for numel in (100, SHORT + 1, LONG + 1):
+            gradient = torch.full((numel,), 1e-39, dtype=torch.bfloat16)
+            scale_([gradient], 0.5)
+            assert not gradient.any()
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_a_factor_below_2_to_the_minus_100_is_applied_as_two() -> None:

@@ -1,7 +1,7 @@
 """Measure gradients on the CPU: rows in fp32, everything across rows in fp64, and a second look where the sum is odd.
 
 For p = 2 a long range is read once, as a matrix with short rows. Small ranges are copied together first. With one
-thread NumKong reads ranges where they lie, if it is installed (`distclip.measure.simd`). Other norms take the powers
+thread NumKong reads ranges where they lie, if it is installed (`distclip.simd`). Other norms take the powers
 block by block in scratch that fits the cache; the inf-norm needs no scratch.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distclip.measure import simd
+from distclip import simd
 from distclip.measure.exact import FP64_FLOOR, exact, flagged
 from distclip.measure.halves import half_kernel_works, half_squares
 from distclip.measure.ranges import LONGEST, Layout, Pack, Span, rows_of
@@ -130,9 +130,8 @@ class _Parts:
         """Measure ranges where they lie, by address."""
         for span in spans:
             gradient = gradients[span.first]
-            address = gradient.data_ptr()
-            if address and type(gradient) is Tensor and gradient.dtype in simd.DTYPES:
-                self.sums.append(simd.squares(address, gradient.dtype, span.numel))
+            if simd.reaches(gradient):
+                self.sums.append(simd.squares(gradient.data_ptr(), gradient.dtype, span.numel))
                 self.summed.append(span)
             else:
                 self.span(span.target(gradients), span.numel)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distclip.measure import simd
+from distclip import simd
 from distclip.measure.values import HALF, ROW
 
 SMALL = 1 << 17
@@ -27,14 +28,14 @@ SMALL = 1 << 17
 CPU: equal at 64 to 128 KiB), and torch starts to use several threads."""
 
 MEDIUM = range(1 << 14, 1 << 18)
-"""Ranges of so many bytes are read by `distclip.measure.simd` where that works. Below, packing costs less; above, torch
+"""Ranges of so many bytes are read by `distclip.simd` where that works. Below, packing costs less; above, torch
 may use so many threads that it is faster (on two, equal at 1 MiB)."""
 
 PACK = 1 << 22
 """Bytes packed together: they stay in the second or third level cache."""
 
-SHORT = 1 << 16
-"""Elements up to which another kernel scales a range faster: see `distclip.apply`."""
+SHORT, LONG = 1 << 13, 1 << 16
+"""Elements up to which and beyond which other kernels are faster to scale a range: see `distclip.apply`."""
 
 LONGEST = 1 << 24
 """Elements per call for long ranges: short enough that measuring one part again is bearable."""
@@ -90,12 +91,26 @@ class Pack(NamedTuple):
         return tuple(span.view(gradients) for span in self.spans) if self.inner is None else self.pick(gradients)
 
 
+class Length(Enum):
+    """How many elements a range has."""
+
+    SHORT = auto()
+    """At most `SHORT`."""
+    MEDIUM = auto()
+    LONG = auto()
+    """More than `LONG`."""
+
+    @classmethod
+    def of(cls, numel: int) -> Length:
+        """The length of a range of so many elements."""
+        return cls.SHORT if numel <= SHORT else cls.MEDIUM if numel <= LONG else cls.LONG
+
+
 class Group(NamedTuple):
-    """Ranges of one dtype that are written by one call."""
+    """Ranges of one dtype that are written in the same way."""
 
     dtype: torch.dtype
-    short: bool
-    """Whether none has more than `SHORT` elements; else all have."""
+    length: Length
     pick: Picker
     merged: list[Span]
 
@@ -130,7 +145,7 @@ class Layout:
     long: list[Span] = field(default_factory=list)
     """Long ranges that need more thought."""
     medium: list[Span] = field(default_factory=list)
-    """Ranges neither small nor long, where `distclip.measure.simd` works."""
+    """Ranges neither small nor long, where `distclip.simd` works."""
     packs: list[Pack] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     """All these ranges once more, as they are written."""
@@ -159,11 +174,12 @@ class Layout:
 
     def add(self, spans: list[Span], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> None:
         """Take up ranges of one dtype."""
-        for short in (True, False):
-            alike = [span for span in spans if (span.numel <= SHORT) is short]
-            if alike:
-                whole = [span.first for span in alike if span.tensors == 1]
-                self.groups.append(Group(dtype, short, picker(whole), [span for span in alike if span.tensors > 1]))
+        by_length: dict[Length, list[Span]] = {}
+        for span in spans:
+            by_length.setdefault(Length.of(span.numel), []).append(span)
+        for length, alike in by_length.items():
+            whole = [span.first for span in alike if span.tensors == 1]
+            self.groups.append(Group(dtype, length, picker(whole), [span for span in alike if span.tensors > 1]))
         self.narrow |= dtype is not torch.float64
         medium = MEDIUM if self.device.type == "cpu" and dtype in simd.DTYPES and simd.works() else ()
         small: list[Span] = []

@@ -54,7 +54,8 @@ def readable(gradient: Tensor) -> tuple[Tensor, int]:
 def writable(gradient: Tensor) -> Tensor:
     """The numbers of one gradient, for writing: a view in which each number in memory appears once.
 
-    Entries of an uncoalesced sparse gradient are all there: multiplying them multiplies their sum.
+    Entries of an uncoalesced sparse gradient are all there: multiplying them multiplies their sum. Zeros without memory
+    are not: no kernel would write them.
 
     Raises:
         TypeError: as for `readable`.
@@ -65,7 +66,14 @@ def writable(gradient: Tensor) -> Tensor:
         values = gradient.values()
     else:
         values = _strided(gradient)
+    if not has_memory(values):
+        return torch.empty(0, dtype=values.dtype, device=values.device)
     return _flatten(_memory(values)[0])
+
+
+def has_memory(values: Tensor) -> bool:
+    """Whether numbers can be written: the zeros that the derivative of `abs` has for one are kept as a mere flag."""
+    return not values._is_zerotensor()
 
 
 def blocks(values: Tensor, size: int) -> Iterator[Tensor]:

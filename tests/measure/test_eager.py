@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distclip.measure import Bundle, RangeCache, max_abs, measure, scaled_power_sum, simd
+from distclip import simd
+from distclip.measure import Bundle, RangeCache, max_abs, measure, scaled_power_sum
 from distclip.measure.device import measure_on_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from distclip import simd
 from distclip.apply import scale_
-from distclip.measure import Bundle, RangeCache, measure, simd
+from distclip.measure import Bundle, RangeCache, measure
 from distclip.measure.layouts import layouts
 from distclip.measure.ranges import MEDIUM, PACK, SMALL, Span
 

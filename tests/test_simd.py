@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from distclip.measure import measure, simd
+from distclip import simd
+from distclip.apply import clamp_, scale_, zero_nonfinite_
+from distclip.measure import measure
 
 DTYPES = tuple(simd.DTYPES)
 BIG = (1 << 22) + 7
@@ -65,11 +68,56 @@ def test_what_is_odd_is_measured_again(dtype: torch.dtype, value: float) -> None
     assert (nan, inf, flag) == (math.isnan(value), math.isinf(value), 0)
 
 
-def test_a_tensor_of_another_class_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def bits(values: Tensor) -> Tensor:
+    """What tells -0.0 from 0.0; all nan alike."""
+    whole = values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
+    return torch.where(values.isnan(), torch.full_like(whole, -1), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("factor", [0.9, 1 / 3, 1e-5, 2.0**-100, -0.5, 3.7, 1e30])
+def test_every_number_there_is_is_multiplied_as_torch_would(dtype: torch.dtype, offset: int, factor: float) -> None:
+    patterns = (torch.arange(1 << 16, dtype=torch.int32) * 65537).to(
+        torch.int32 if dtype is torch.float32 else torch.int16
+    )
+    buffer = torch.cat([patterns[:offset], patterns, patterns[:3]]).view(dtype)
+    values = buffer[offset:-3]
+    wanted = buffer.clone()
+    wanted[offset:-3] = (values.float() * torch.tensor(factor)).to(dtype)  # neighbours keep what they are
+    simd.multiply_(values.data_ptr(), dtype, values.numel(), factor)
+    assert torch.equal(bits(buffer), bits(wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 3, 31, 33, 1000, 33_024, BIG])
+def test_any_number_of_numbers_is_multiplied_once(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel + 2, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    wanted = values.clone()
+    wanted[1:-1] = (values[1:-1].float() * torch.tensor(0.123)).to(dtype)
+    simd.multiply_(values[1:-1].data_ptr(), dtype, numel, 0.123)
+    assert torch.equal(values, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_at_an_address_are_left_to_torch(dtype: torch.dtype) -> None:
+    plain = torch.ones(40, 20, dtype=dtype)
+    assert simd.reaches(plain)
+    assert simd.reaches(plain[3:].view(-1))
+    zeros = torch._efficientzerotensor((40,), dtype=dtype)
+    for odd in (plain.t(), plain[:, ::2], plain[0].expand(3, 20), torch._neg_view(plain), zeros, plain.double()):
+        assert not simd.reaches(odd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_of_another_class_is_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # the memory of a subclass need not be what it shows: a collective may be under way
-    monkeypatch.setattr(simd, "squares", lambda *_: pytest.fail("read by address"))
-    gradient = torch.ones(40_000).as_subclass(type("Lazy", (torch.Tensor,), {}))
+    for name in ("squares", "multiply_"):
+        monkeypatch.setattr(simd, name, lambda *_: pytest.fail("reached by address"))
+    gradient = torch.ones(40_000, dtype=dtype).as_subclass(type("Lazy", (Tensor,), {}))
     assert measure([gradient], 2.0).tolist() == pytest.approx([40_000, 0, 0, 0])
+    scale_([gradient], 0.5)
+    assert torch.equal(gradient, torch.full((40_000,), 0.5, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,6 +129,12 @@ def test_zeros_without_memory_are_zeros(dtype: torch.dtype, numel: int) -> None:
     assert parameter.grad is not None
     assert parameter.grad.data_ptr() == 0
     assert measure([parameter.grad], 2.0).tolist() == [0, 0, 0, 0]
+    other = torch.ones(numel, dtype=dtype)
+    scale_([parameter.grad, other], 0.5)
+    zero_nonfinite_([parameter.grad])
+    clamp_([parameter.grad], 1.0)
+    assert not parameter.grad.any()
+    assert torch.equal(other, torch.full((numel,), 0.5, dtype=dtype))
     assert measure([parameter.grad, torch.full((numel,), 0.5, dtype=dtype)], 2.0)[0].item() == pytest.approx(numel / 4)
 
 
@@ -92,12 +146,22 @@ def test_without_numkong_or_with_another_one_torch_measures(probe: Callable[[Any
     assert measure([torch.ones(40_000)], 2.0).tolist() == pytest.approx([40_000, 0, 0, 0])
 
     def replaced(**names: Any) -> SimpleNamespace:
-        return SimpleNamespace(**{"from_pointer": real.from_pointer, "dot": real.dot, "moments": real.moments} | names)
+        real_names = {name: getattr(real, name) for name in ("from_pointer", "dot", "moments", "scale")}
+        return SimpleNamespace(**real_names | names)
 
     assert probe(replaced())
     assert not probe(replaced(moments=lambda view: (0.0, 1.0)))
     assert not probe(replaced(dot=lambda left, right: SimpleNamespace(sum=lambda: 1.0)))
     assert not probe(replaced(moments=lambda view: (0.0, min(real.moments(view)[1], 1e300))))  # hides infinity
+
+    def loses_the_sign_of_zero(view: Any, *, alpha: float, beta: float, out: Any) -> None:
+        real.scale(view, alpha=alpha, beta=0.0, out=out)
+
+    def rounds_the_factor(view: Any, *, alpha: float, beta: float, out: Any) -> None:
+        real.scale(view, alpha=torch.tensor(alpha).bfloat16().item(), beta=beta, out=out)
+
+    assert not probe(replaced(scale=loses_the_sign_of_zero))
+    assert not probe(replaced(scale=rounds_the_factor))
 
     def in_plain_fp32(left: Any, right: Any) -> Any:
         rows = torch.frombuffer(bytearray(left.astype("f32")), dtype=torch.float32).view(left.shape)
