@@ -23,6 +23,7 @@ from distclip.hostcopy import to_device
 from distclip.measure import max_abs, measure, measure_on_device, scaled_power_sum
 from distclip.plan.gradients import Gradients
 from distclip.plan.plan import Plan
+from distclip.reduce import all_reduce
 
 HEADER = 13
 (
@@ -42,8 +43,9 @@ HEADER = 13
 ) = range(HEADER)
 
 ROW = 7
-OWNED, SHARED, NAN, INF, REPLICA_NAN, REPLICA_INF, UNREPRESENTABLE = range(ROW)
-
+OWNED, NAN, INF, UNREPRESENTABLE, SHARED, REPLICA_NAN, REPLICA_INF = range(ROW)
+_MEASURED = slice(OWNED, UNREPRESENTABLE + 1)
+"""What `measure` returns, as it is for gradients that this rank owns."""
 
 Marks = Sequence[tuple[tuple[int, ...], Tensor]]
 """Entries of the plan, and for each a number that is nan or inf where its gradient on this rank holds one: fp64."""
@@ -59,11 +61,18 @@ class Packet:
     """[param groups, ROW]"""
     local_rows: Tensor
     """This rank's rows before the sum."""
-    local_norm: Tensor
-    """Norm of the finite elements that this rank holds, []."""
+    amounts: Sequence[Tensor]
+    """Of the finite elements that this rank holds, in parts, each []."""
     wait_seconds: float
     marks: Marks
     """Of a late packet, also one that this rank read, to name culprits by when the gradients are gone; else empty."""
+
+    def local_norm(self, norm_type: float) -> Tensor:
+        """Norm of the finite elements that this rank holds, []."""
+        if not self.amounts:
+            return torch.zeros_like(self.header[0])
+        stacked = torch.stack(list(self.amounts))
+        return stacked.amax() if math.isinf(norm_type) else power_root(stacked.sum(), norm_type)
 
 
 def exchange(
@@ -94,6 +103,8 @@ def exchange(
     header[UNVERIFIED] = float(plan is not None and not plan.verified)
     header[CONFIG] = float(config)
     header[CONFIG_SQUARED] = float(config) ** 2
+    if not isinstance(scale, Tensor):
+        header[SCALE], header[SCALE_SQUARED] = scale, scale * scale
     usable = gradients if gradients is not None and not gradients.stale and not problem else None
     if usable is not None:
         header[PRESENT] = usable.present
@@ -101,8 +112,9 @@ def exchange(
         header[ELEMENTS] = float(usable.elements)
         header[GRADIENTS] = float(len(usable.local) - usable.missing)
     local = to_device([*header, *[0.0] * (groups * ROW)], device)
-    local[SCALE] = scale
-    local[SCALE_SQUARED] = local[SCALE] ** 2
+    if isinstance(scale, Tensor):
+        local[SCALE] = scale
+        local[SCALE_SQUARED] = local[SCALE] ** 2
     rows = local[HEADER:].view(groups, ROW)
     marks: list[tuple[tuple[int, ...], Tensor]] | None = [] if late else None
     amounts = [] if plan is None or usable is None else _fill(rows, plan, usable, norm_type, marks, elementwise)
@@ -110,9 +122,9 @@ def exchange(
     started = time.perf_counter()
     if group is not None:
         # over all ranks of the run, whatever the layouts: owners contribute, so every element counts once
-        dist.all_reduce(local, group=group)
+        all_reduce(local, group)
     waited = time.perf_counter() - started
-    return Packet(local[:HEADER], rows, local_rows, _total(amounts, norm_type, device), waited, marks or ())
+    return Packet(local[:HEADER], rows, local_rows, amounts, waited, marks or ())
 
 
 def _fill(
@@ -135,47 +147,43 @@ def _fill(
         else:
             stats, each = measure_on_device(bundle.gradients, norm_type)
             marks.append((tuple(index for index in bucket.entries if gradients.local[index] is not None), each))
-        row = rows[bucket.param_group]
-        if not math.isinf(norm_type):
-            row[SHARED] += stats[0] / bucket.holders
+        # Few operations, in place: on numbers as few as these each costs as much as a small gradient.
+        row, amount = rows[bucket.param_group], stats[0]
+        amounts.append(amount)
+        if math.isinf(norm_type):
             if bucket.owner:
-                row[OWNED] += stats[0]
-        elif bucket.owner:
-            row[OWNED] = torch.maximum(row[OWNED], stats[0])
-        row[NAN if bucket.owner else REPLICA_NAN] += stats[1]
-        row[INF if bucket.owner else REPLICA_INF] += stats[2]
-        row[UNREPRESENTABLE] += stats[3]
-        amounts.append(stats[0])
+                row[OWNED] = torch.maximum(row[OWNED], amount)
+            stats = torch.cat((torch.zeros_like(stats[:1]), stats[1:]))
+        else:
+            row[SHARED].add_(amount, alpha=1.0 / bucket.holders)
+        if bucket.owner:
+            row[_MEASURED].add_(stats)
+        else:
+            row[REPLICA_NAN : REPLICA_INF + 1].add_(stats[1:3])
+            row[UNREPRESENTABLE].add_(stats[3])
     return amounts
 
 
-def _total(amounts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    if not amounts:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack(amounts)
-    return stacked.amax() if math.isinf(norm_type) else power_root(stacked.sum(), norm_type)
-
-
-def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float) -> Tensor:
+def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float, *, unrepresentable: bool) -> Tensor:
     """Norm of the finite elements of every param group: float64 [param groups], the same bits on every rank.
 
     One more collective (MAX) for the inf-norm; two (MAX, then SUM of scaled powers) where some rank's power sum does
-    not fit into float64, which all ranks see in the packet.
+    not fit into float64, which all ranks see in the packet: `unrepresentable`.
     """
     if math.isinf(norm_type):
         maxima = packet.local_rows[:, OWNED].clone()
         if plan.group is not None:
             # over all ranks; nan cannot get lost here, because it is counted in the packet and not part of the maxima
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
+            all_reduce(maxima, plan.group, dist.ReduceOp.MAX)
         return maxima
-    if not bool(packet.rows[:, UNREPRESENTABLE].any()):
+    if not unrepresentable:
         return power_root(packet.rows[:, OWNED], norm_type)
     maxima = torch.zeros(len(plan.param_groups), dtype=torch.float64, device=plan.device)
     for bucket in plan.buckets:
         here = max_abs(gradients.measurable(bucket.entries)).to(plan.device)
         maxima[bucket.param_group] = torch.maximum(maxima[bucket.param_group], here)
     if plan.group is not None:
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=plan.group)
+        all_reduce(maxima, plan.group, dist.ReduceOp.MAX)
     sums = torch.zeros_like(maxima)
     for bucket in plan.buckets:
         scale = float(maxima[bucket.param_group])
@@ -184,7 +192,7 @@ def norms_of(packet: Packet, plan: Plan, gradients: Gradients, norm_type: float)
             sums[bucket.param_group] += scaled_power_sum(tensors, norm_type, scale).to(plan.device)
     if plan.group is not None:
         # over all ranks, owners only, like the packet
-        dist.all_reduce(sums, group=plan.group)
+        all_reduce(sums, plan.group)
     return maxima * power_root(sums, norm_type)
 
 

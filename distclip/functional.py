@@ -288,25 +288,27 @@ def _finish(
 ) -> Tensor:
     """Decide, apply and report."""
     decision = decide_fixed(found.norms, found.nan, found.inf, [None], limit, p)
-    culprits = find_culprits(found.plan, found.gradients) if decision.nonfinite else ()
-    if limit is not None and not decision.nonfinite:
+    nonfinite = bool(decision.nonfinite)
+    culprits = find_culprits(found.plan, found.gradients) if nonfinite else ()
+    if limit is not None and not nonfinite:
         scale_all_(found.plan, found.gradients, decision.coefficients)
     calls.steps += 1
-    assert found.facts is not None  # a call is never late
-    report = report_on(calls.steps, found, decision, None, judge(found, decision, stops=False))
     if calls.reporter is None:
         calls.reporter = Reporter(auto_sink(), "fixed", "propagate", p, has_optimizer=False)
-    draft = calls.reporter.draft(
-        found,
-        report,
-        limit=limit,
-        factor=1.0,
-        learning_rate=None,
-        loss=None,
-        clip_seconds=time.perf_counter() - started,
-    )
-    calls.reporter.record(draft, report, found.facts, culprits)
-    if error_if_nonfinite and decision.nonfinite:
+    if calls.reporter.active:
+        assert found.facts is not None  # a call is never late
+        report = report_on(calls.steps, found, decision, None, judge(found, decision, stops=False))
+        draft = calls.reporter.draft(
+            found,
+            report,
+            limit=limit,
+            factor=1.0,
+            learning_rate=None,
+            loss=None,
+            clip_seconds=time.perf_counter() - started,
+        )
+        calls.reporter.record(draft, report, found.facts, culprits)
+    if error_if_nonfinite and nonfinite:
         raise NonfiniteGradientError(
             f"the total norm of the gradients is {float(decision.total_norm)}: {describe(culprits)}"
         )

@@ -144,7 +144,7 @@ class Reporter:
             "inf": survey.inf.sum(),
             "local_nan": local_nan,
             "local_inf": local_inf,
-            "local_norm": survey.packet.local_norm * factor,
+            "local_norm": survey.packet.local_norm(self._norm_type) * factor,
         }
         loss = _one_number(loss)
         for name, value in (("loss_scale", report.loss_scale), ("learning_rate", learning_rate), ("loss", loss)):

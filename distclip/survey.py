@@ -175,7 +175,17 @@ def survey(
             if header[COARSE] and _any_bad(rows):
                 # agreed by all: the norm of what is finite, and counts of elements, need a second look on devices
                 packet = send(elementwise=True)
-            return _conclude(plan, gradients, packet, statement, norm_type, facts, verify=header[UNVERIFIED] > 0)
+                rows = packet.rows.tolist()
+            return _conclude(
+                plan,
+                gradients,
+                packet,
+                statement,
+                norm_type,
+                facts,
+                unrepresentable=_any_unrepresentable(rows),
+                verify=header[UNVERIFIED] > 0,
+            )
         plan = make_plan(None)
     raise AgreementError(
         "the parameters changed again while the ranks were planning: do not wrap, add or freeze parameters, or replace "
@@ -228,7 +238,7 @@ def _facts(plan: Plan, header: list[float], rows: list[list[float]], statement: 
         raise AgreementError(arguments_differ(gather_objects(statement.arguments, plan.group)))
     if _differs(header[PRESENT], header[PRESENT_SHARE]):
         _raise_missing(plan, statement.missing)
-    lost = bool(header[LATE]) and any(row[UNREPRESENTABLE] for row in rows)
+    lost = bool(header[LATE]) and _any_unrepresentable(rows)
     if lost:
         plan.waits = True  # the next step finds the norm by further collectives, which nobody may be late for
     return read_facts(header, rows, lost)
@@ -250,15 +260,16 @@ def _conclude(
     facts: Facts | None,
     *,
     unread: bool = False,
+    unrepresentable: bool = False,
     verify: bool = False,
 ) -> Survey:
-    rows = packet.rows
-    nan = torch.where(rows[:, NAN] > 0, rows[:, NAN], rows[:, REPLICA_NAN])
-    inf = torch.where(rows[:, INF] > 0, rows[:, INF], rows[:, REPLICA_INF])
+    columns = packet.rows.unbind(1)
+    nan = torch.where(columns[NAN] > 0, columns[NAN], columns[REPLICA_NAN])
+    inf = torch.where(columns[INF] > 0, columns[INF], columns[REPLICA_INF])
     if facts is None:
-        norms = power_root(rows[:, OWNED], norm_type)
+        norms = power_root(columns[OWNED], norm_type)
     else:
-        norms = norms_of(packet, plan, gradients, norm_type)
+        norms = norms_of(packet, plan, gradients, norm_type, unrepresentable=unrepresentable)
         if verify and not bool((nan + inf).any()) and bool(norms.any()):
             # once per plan, and on all ranks in the same step: everything this depends on came out of the packet
             if has_replicas(plan):
@@ -269,6 +280,10 @@ def _conclude(
 
 def _any_bad(rows: Sequence[Sequence[float]]) -> bool:
     return any(row[kind] for row in rows for kind in (NAN, INF, REPLICA_NAN, REPLICA_INF))
+
+
+def _any_unrepresentable(rows: Sequence[Sequence[float]]) -> bool:
+    return any(row[UNREPRESENTABLE] for row in rows)
 
 
 def _missing(gradients: Gradients) -> tuple[int, ...]:

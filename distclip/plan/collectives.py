@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from distclip.errors import AgreementError
+from distclip.reduce import all_reduce
 
 ARRIVAL_SECONDS = 300.0
 """How long a rank waits for the others to come to a plan before it names those that did not."""
@@ -165,7 +166,7 @@ def all_equal(number: int, group: dist.ProcessGroup | None) -> bool:
     if group is None:
         return True
     both = torch.tensor([number, -number], device=packet_device(group))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(both, group, dist.ReduceOp.MAX)
     highest, lowest = both.tolist()
     return bool(highest == -lowest)
 

@@ -60,25 +60,20 @@ def decide_fixed(
         >>> round(decision.coefficients.item(), 6)
         0.2
     """
-    bad = (nan + inf) > 0
-    shown = norms
-    if not by_rest:
-        shown = torch.where(nan > 0, torch.full_like(norms, torch.nan), norms.masked_fill(inf > 0, torch.inf))
-    nonfinite = bad.any()
+    nonfinite = ((nan + inf) > 0).any()
+    shown = norms if by_rest else norms.masked_fill(inf > 0, torch.inf).masked_fill(nan > 0, torch.nan)
+    total = _combine(shown, norm_type)
     # No indexing by lists here: on a device that would copy the list there first.
-    rest = [norm for norm, limit in zip(shown.unbind(), limits, strict=True) if limit is None]
-    shared = torch.ones_like(nonfinite, dtype=norms.dtype)
+    groups = [*zip(shown.unbind(), limits, strict=True)]
+    rest = [norm for norm, limit in groups if limit is None]
     if rest and max_norm is not None:
-        shared = _coefficient(_combine(torch.stack(rest), norm_type), max_norm)
-    coefficients = torch.stack(
-        [
-            shared if limit is None else _coefficient(norm, limit)
-            for norm, limit in zip(shown.unbind(), limits, strict=True)
-        ]
-    )
+        shared = _coefficient(total if len(rest) == len(groups) else _combine(torch.stack(rest), norm_type), max_norm)
+    else:
+        shared = torch.ones_like(total)
+    coefficients = torch.stack([shared if limit is None else _coefficient(norm, limit) for norm, limit in groups])
     if not as_torch and not by_rest:
-        coefficients = torch.where(nonfinite, torch.ones_like(coefficients), coefficients)
-    return Decision(_combine(shown, norm_type), shown, coefficients, nonfinite)
+        coefficients = coefficients.masked_fill(nonfinite, 1.0)
+    return Decision(total, shown, coefficients, nonfinite)
 
 
 def _coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -1,0 +1,71 @@
+"""The all-reduce of a few numbers: right, gives its core away where the others are late, and tells what went wrong."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distclip import reduce
+from distclip.reduce import all_reduce
+from distclip.testing import RankFailure
+
+
+def _reduce(late: float) -> tuple[list[float], list[float], float]:
+    if dist.get_rank() == 1:
+        time.sleep(late)
+    total = torch.tensor([1.0, dist.get_rank()], dtype=torch.float64)
+    highest = total.clone()
+    busy = time.thread_time()
+    all_reduce(total, dist.group.WORLD)
+    busy = time.thread_time() - busy
+    all_reduce(highest, dist.group.WORLD, dist.ReduceOp.MAX)
+    return total.tolist(), highest.tolist(), busy
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_ranks_get_the_same(ranks: Callable[..., list[Any]], world: int) -> None:
+    for total, highest, _ in ranks(_reduce, world, 0.0):
+        assert total == [world, world * (world - 1) / 2]
+        assert highest == [1.0, world - 1.0]
+
+
+def test_a_rank_that_came_early_falls_asleep(ranks: Callable[..., list[Any]]) -> None:
+    late = 50 * reduce.AWAKE_SECONDS
+    for total, _, busy in ranks(_reduce, 2, late):
+        assert total == [2.0, 1.0]
+        assert busy < late / 2
+
+
+def _one_rank_leaves() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("left")
+    all_reduce(torch.ones(1), dist.group.WORLD)
+
+
+def test_a_rank_that_is_gone_is_an_error_on_those_that_wait(ranks: Callable[..., list[Any]]) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(_one_rank_leaves, 2)
+    assert isinstance(failure.value.errors[0], RuntimeError)  # gloo's: the connection is closed
+    assert isinstance(failure.value.errors[1], KeyError)
+
+
+def _without_yield() -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "sched_yield")
+        importlib.reload(reduce)
+    numbers = torch.tensor([1.0 + dist.get_rank()])
+    reduce.all_reduce(numbers, dist.group.WORLD)
+    importlib.reload(reduce)
+    return numbers.tolist()
+
+
+def test_where_a_thread_cannot_give_way_it_sleeps(ranks: Callable[..., list[Any]]) -> None:
+    # as on Windows
+    assert ranks(_without_yield, 2) == [[3.0], [3.0]]
