@@ -64,8 +64,8 @@ def test_the_verdict_follows_the_rows() -> None:
     seconds = {"read": [1.0, 2.0], "distclip": [1.0, 4.0], "torch": [9.0, 9.0]}
     rows: list[dict[str, Any]] = [hot_path.row_of(case, seconds) for case in hot_path.cases()]
     assert {row["speed_up_min"] for row in rows} == {9.0}
-    assert {row["speed_up_median"] for row in rows} == {9.0 / 2.5}
-    assert {row["x_limit_median"] for row in rows} == {2.5 / 1.5}
+    assert {row["speed_up_median"] for row in rows} == {(9.0 + 9.0 / 4.0) / 2}
+    assert {row["x_limit_median"] for row in rows} == {(1.0 + 2.0) / 2}
     first = hot_path.first_row({"first": {"distclip": [0.1], "torch": [20.0]}, "collectives": 1, "count": 3000})
     assert all(met for *_, met in hot_path.verdict(rows, first))
     rows[7]["speed_up_median"] = 0.89
