@@ -62,10 +62,15 @@ def scale_(gradients: Sequence[Tensor] | Bundle, factor: float | Tensor) -> None
     groups = _groups(as_bundle(gradients))
     for part in _split(factor):
         for dtype, length, targets in groups:
-            if targets[0].device.type != "cpu":
-                torch._foreach_mul_(targets, part)
-            else:
-                _scale_on_cpu(targets, dtype, length, part)
+            try:
+                _scale_alike(targets, dtype, length, part)
+            except RuntimeError:
+                # Torch refuses zeros without memory, before it writes anything. To ask each gradient beforehand would
+                # cost a sixth of what it takes to scale small ones.
+                others = [target for target in targets if has_memory(target)]
+                if len(others) == len(targets):
+                    raise
+                _scale_alike(others, dtype, length, part)
 
 
 @torch.no_grad()
@@ -132,10 +137,7 @@ def _groups(bundle: Bundle) -> list[tuple[torch.dtype, Length, list[Tensor]]]:
     targets = [writable(gradient) for gradient in bundle.sparse]
     groups: list[tuple[torch.dtype, Length, list[Tensor]]] = []
     for layout in bundle.layouts:
-        for group in layout.groups:
-            same = [target for target in group.tensors(bundle.strided) if has_memory(target)]
-            if same:
-                groups.append((group.dtype, group.length, same))
+        groups += [(group.dtype, group.length, group.tensors(bundle.strided)) for group in layout.groups]
         targets += [writable(bundle.strided[index]) for index in layout.others]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for target in targets:
@@ -153,15 +155,18 @@ def _split(factor: float) -> list[float]:
     return [*factors, factor]
 
 
-def _scale_on_cpu(targets: list[Tensor], dtype: torch.dtype, length: Length, factor: float) -> None:
-    """Multiply tensors of one dtype and length.
+def _scale_alike(targets: list[Tensor], dtype: torch.dtype, length: Length, factor: float) -> None:
+    """Multiply tensors of one device, dtype and length.
 
-    The factor goes in as a 0-d tensor: with a Python number the CPU takes four times as long for thousands of small
-    gradients, and a 0-d tensor does not change a gradient's dtype. For ranges that are not long the kernel that undoes
-    a loss scale is faster still (five times for half precision, whose product converts the factor anew each time).
-    NumKong's is a fifth to a third faster in half precision, but for short ranges, where its calls show, and long ones
-    that torch cuts up for several threads.
+    On the CPU the factor goes in as a 0-d tensor: with a Python number it takes four times as long for thousands of
+    small gradients, and a 0-d tensor does not change a gradient's dtype. For ranges that are not long the kernel that
+    undoes a loss scale is faster still (five times for half precision, whose product converts the factor anew each
+    time). NumKong's takes up to a fifth less time in half precision, but for short ranges, where its calls show, and
+    long ones that torch cuts up for several threads.
     """
+    if targets and targets[0].device.type != "cpu":
+        torch._foreach_mul_(targets, factor)
+        return
     by_one_thread = length is Length.MEDIUM or (length is Length.LONG and torch.get_num_threads() == 1)
     if by_one_thread and dtype in HALF and simd.works():
         targets = _scale_by_address(targets, factor)
@@ -178,10 +183,13 @@ def _scale_on_cpu(targets: list[Tensor], dtype: torch.dtype, length: Length, fac
 
 
 def _scale_by_address(targets: list[Tensor], factor: float) -> list[Tensor]:
-    """Multiply tensors where they lie; return those that cannot be reached so."""
+    """Multiply tensors where they lie; return those that must be multiplied otherwise."""
     reached, others = list[Tensor](), list[Tensor]()
     for target in targets:
-        (reached if simd.reaches(target) else others).append(target)
+        if simd.reaches(target):
+            reached.append(target)
+        elif has_memory(target):
+            others.append(target)
     for target in reached:
         simd.multiply_(target.data_ptr(), target.dtype, target.numel(), factor)
     increment_version(reached)

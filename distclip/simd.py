@@ -1,7 +1,7 @@
 """Squares and products by NumKong, where it is installed: on one CPU thread, without a copy, faster than by torch.
 
 torch has no reduction that reads half precision and adds in higher precision, and a call of one costs so much that
-small gradients are copied together first; to multiply half precision by a factor in fp32 takes it half as long again.
+small gradients are copied together first; to multiply half precision by a factor in fp32 takes it a quarter longer.
 NumKong (https://github.com/ashvardanian/NumKong, `pip install distclip[cpu]`) has kernels for all of these, picked for
 the CPU at hand, and a call takes a third of a microsecond. It uses the calling thread only. So it is for what torch,
 too, would do with one thread: ranges that are not long, and all ranges where torch has one thread, as `torchrun` gives
@@ -99,7 +99,7 @@ def multiply_(address: int, dtype: torch.dtype, numel: int, factor: float) -> No
 
 @lru_cache(maxsize=1)
 def works() -> bool:
-    """Whether NumKong is installed and its kernels for this CPU do what `squares` takes for granted."""
+    """Whether NumKong is installed and its kernels for this CPU do what is taken for granted here."""
     if _numkong is None:
         return False
     try:

@@ -129,12 +129,13 @@ def test_zeros_without_memory_are_zeros(dtype: torch.dtype, numel: int) -> None:
     assert parameter.grad is not None
     assert parameter.grad.data_ptr() == 0
     assert measure([parameter.grad], 2.0).tolist() == [0, 0, 0, 0]
-    other = torch.ones(numel, dtype=dtype)
-    scale_([parameter.grad, other], 0.5)
+    others = [torch.ones(numel, dtype=dtype), torch.ones(5, dtype=dtype), torch.ones(4, 2, dtype=dtype).t()]
+    scale_([others[0], parameter.grad, *others[1:]], 0.5)
+    scale_([parameter.grad], 0.5)
     zero_nonfinite_([parameter.grad])
     clamp_([parameter.grad], 1.0)
     assert not parameter.grad.any()
-    assert torch.equal(other, torch.full((numel,), 0.5, dtype=dtype))
+    assert all(torch.equal(other, torch.full_like(other, 0.5)) for other in others)  # multiplied once
     assert measure([parameter.grad, torch.full((numel,), 0.5, dtype=dtype)], 2.0)[0].item() == pytest.approx(numel / 4)
 
 
