@@ -190,9 +190,9 @@ def _scale_by_address(targets: list[Tensor], factor: float) -> list[Tensor]:
             reached.append(target)
         elif has_memory(target):
             others.append(target)
+    increment_version(reached)  # first, because an exception of a signal's handler can break off the loop
     for target in reached:
         simd.multiply_(target.data_ptr(), target.dtype, target.numel(), factor)
-    increment_version(reached)
     return others
 
 

@@ -1,4 +1,4 @@
-"""The small all-reduces of a step: waited for awake, because on the CPU falling asleep costs more than they do.
+"""The small all-reduces of a step: waited for awake, because with gloo falling asleep costs more than they do.
 
 gloo sends from threads of its own, and the calling thread sleeps until they are done: by then its core may be asleep
 too. Between two ranks that arrive together, 20 numbers take half a millisecond if the callers stay awake and give way
@@ -25,8 +25,8 @@ def all_reduce(numbers: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedO
 
     On an accelerator nothing is waited for: what follows on its queue comes after.
     """
-    if numbers.device.type != "cpu":
-        dist.all_reduce(numbers, op=op, group=group)
+    if numbers.device.type != "cpu" or "gloo" not in dist.get_backend(group):
+        dist.all_reduce(numbers, op=op, group=group)  # others may not say when they are done
         return
     work = dist.all_reduce(numbers, op=op, group=group, async_op=True)
     end = time.perf_counter() + AWAKE_SECONDS

@@ -80,7 +80,7 @@ def multiply_(address: int, dtype: torch.dtype, numel: int, factor: float) -> No
     """Multiply the `numel` numbers that begin at an address by a number, in place.
 
     The factor is rounded to fp32 and the product once, to the numbers' dtype, as torch multiplies them by an fp32 0-d
-    tensor, bit for bit.
+    tensor: bit for bit, but for the payload of a nan.
 
     Example:
         >>> values = torch.tensor([3.0, 4.0]).bfloat16()
@@ -132,7 +132,7 @@ def _rounds_once(dtype: torch.dtype) -> bool:
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     patterns = torch.arange(1, 1 << 16, dtype=torch.int32, device="cpu")
     values = (patterns * 65537).to(bits).view(dtype)
-    wanted = (values.float() * torch.tensor(0.7391234, device="cpu")).to(dtype)
+    wanted = (values.float() * torch.tensor(0.7391234, dtype=torch.float32, device="cpu")).to(dtype)
     multiply_(values.data_ptr(), dtype, values.numel(), 0.7391234)
     return bool((wanted.view(bits).eq(values.view(bits)) | (wanted.isnan() & values.isnan())).all())
 

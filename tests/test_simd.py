@@ -139,6 +139,34 @@ def test_zeros_without_memory_are_zeros(dtype: torch.dtype, numel: int) -> None:
     assert measure([parameter.grad, torch.full((numel,), 0.5, dtype=dtype)], 2.0)[0].item() == pytest.approx(numel / 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_does_not_matter(probe: Callable[[Any], bool], dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert probe(simd._numkong)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_broken_off_has_a_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as by Ctrl-C between two gradients: a double backward must notice that one of them has changed
+    gradients = [torch.ones(70_000, dtype=torch.bfloat16) for _ in range(3)]
+    addresses = []
+    assert simd.works()
+
+    def interrupted(address: int, dtype: torch.dtype, numel: int, factor: float) -> None:
+        addresses.append(address)
+        if len(addresses) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(simd, "multiply_", interrupted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        scale_(gradients, 0.5)
+    assert all(gradient._version == 1 for gradient in gradients)
+
+
 def test_without_numkong_or_with_another_one_torch_measures(probe: Callable[[Any], bool]) -> None:
     real = simd._numkong
     assert probe(real)

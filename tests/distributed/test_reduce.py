@@ -56,6 +56,22 @@ def test_a_rank_that_is_gone_is_an_error_on_those_that_wait(ranks: Callable[...,
     assert isinstance(failure.value.errors[1], KeyError)
 
 
+def _on_another_backend() -> list[float]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    assert FakeStore
+    group = dist.new_group(backend="fake")
+    numbers = torch.ones(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "_give_way", lambda: pytest.fail("waits for a work that never says it is done"))
+        all_reduce(numbers, group)
+    return numbers.tolist()
+
+
+def test_a_backend_that_does_not_say_when_it_is_done_is_not_watched(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(_on_another_backend, 2) == [[1.0]] * 2
+
+
 def _without_yield() -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(os, "sched_yield")
