@@ -1,8 +1,10 @@
 """The small all-reduces of a step: waited for awake, because with gloo falling asleep costs more than they do.
 
 gloo sends from threads of its own, and the calling thread sleeps until they are done: by then its core may be asleep
-too. Between two ranks that arrive together, 20 numbers take half a millisecond if the callers stay awake and give way
-to those threads, and one to four if they sleep (docs/cost.md). MPI libraries wait in the same way.
+too. Between two ranks that arrive together, 20 numbers take 0.9 ms on average if the callers stay awake and give way to
+those threads, and 2 ms if they sleep. MPI libraries wait in the same way. What remains is gloo's own: mostly half a
+millisecond, but in some steps several, while its polling thread keeps a core from the one that holds the lock it polls
+for.
 """
 
 from __future__ import annotations
