@@ -43,6 +43,19 @@ def test_a_rank_that_came_early_falls_asleep(ranks: Callable[..., list[Any]]) ->
         assert busy < late / 2
 
 
+@pytest.mark.parametrize(
+    ("said", "ranks", "awake"), [(None, 4, True), (None, 5, False), ("2", 1000, True), ("5", 5, False), ("?", 4, True)]
+)
+def test_ranks_stay_awake_only_where_each_has_a_core(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, ranks: int, awake: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert reduce._cores_suffice.__wrapped__(ranks) is awake
+
+
 def _one_rank_leaves() -> None:
     if dist.get_rank() == 1:
         raise KeyError("left")
